@@ -40,6 +40,7 @@ class _Launch:
     end: float
     ready: float | None = None
     ending: Event | None = None  # None: cut off, or still running
+    has_failed: bool = False  # no restart has helped: only a person starts it again
 
 
 def known_at_launch(config: Config, paths: RunPaths, job: slurm.Job | None) -> Interruptions:
@@ -122,7 +123,10 @@ def _launches(log: Iterable[Event]) -> list[_Launch]:
     for event in log:
         if isinstance(event, events.Launch):
             launches.append(_Launch(event, event.time))
-        elif launches and (launch := launches[-1]).ending is None:
+        elif launches and launches[-1].ending:
+            launches[-1].has_failed |= isinstance(event, events.Failed)
+        elif launches:
+            launch = launches[-1]
             if isinstance(event, events.Init) and launch.ready is None:
                 launch.ready = event.time
             if isinstance(event, _ENDINGS):
@@ -160,6 +164,7 @@ def _down_times(launches: Sequence[_Launch]) -> list[float]:
         max(0.0, after.ready - before.end)
         for before, after in pairwise(launches)
         if after.ready is not None
+        and not before.has_failed
         and (
             isinstance(before.ending, events.Lost | events.Requeue | events.Preempted)
             or (after.start.job is not None and after.start.job == before.start.job)

@@ -142,7 +142,7 @@ def _forecast(config: Config, machine: Machine, layout: WorldLayout, steps: int)
     if expected is None:
         yield f"forecast: not known, as the time of a step is not; {known}"
         return
-    stall = "" if known.stall is not None else " (assumed)"
+    stall = "" if known.stall is not None else " (stall assumed)"
     yield f"forecast: goodput (ETTR) {expected}{stall}"
     if step_sec is not None and expected.ettr > 0:
         yield f"forecast: a start now ends {end_at(time.time(), step_sec * steps / expected.ettr)}"

@@ -258,6 +258,7 @@ def interrupted_every(seconds, log):
 
 
 def test_automatic_interval_is_shorter_where_runs_are_interrupted(runs, tmp_path):
+    """And changes no bit of what is trained."""
     calm = runs("calm", "--train.checkpoint_minutes=auto")
     assert calm.forge("train", *TWO_RANKS).code == 0  # by its save it is known what one costs
     stormy = calm.copy(tmp_path / "elsewhere" / "stormy")
@@ -266,12 +267,18 @@ def test_automatic_interval_is_shorter_where_runs_are_interrupted(runs, tmp_path
     both = [run.fork("train", *TWO_RANKS, *endless) for run in (calm, stormy)]
     wait_until(lambda: len(stormy.events("save")) >= 2, "a save by the clock")
     assert len(calm.events("save")) == 1
+    saved_at = stormy.events("save")[-1]["step"]
+    wait_until(lambda: min(calm.step(), stormy.step()) > saved_at + 5, "steps after that save")
     for started in both:
         started.process.terminate()
     assert [started.end().code for started in both] == [75, 75]
     often, rarely = (run.events("forecast")[-1]["interval"] for run in (stormy, calm))
     assert often < rarely / 5
     assert "0 of 40 with time for a save" in stormy.events("forecast")[-1]["basis"]
+    losses, others = dict(calm.losses()), dict(stormy.losses())
+    common = losses.keys() & others.keys()
+    assert max(common) > saved_at
+    assert [losses[step] for step in common] == [others[step] for step in common]
     saved = resume.latest(stormy.paths)  # a commit needs the parts of all ranks, of one step
     assert saved.step == stormy.events("stop")[-1]["step"] == stormy.step()
 

@@ -63,6 +63,8 @@ def test_down_time_is_to_the_next_first_step_unless_a_person_restarted():
     assert interruptions([lost]).restart == 50
     stopped = launched(0, at(100, happenings.stop())) + launched(9000)
     assert interruptions([stopped]).restart == 20  # of a launch to its first step
+    given_up = launched(0, at(100, happenings.lost()), at(100, happenings.failed()))
+    assert interruptions([given_up + launched(9000)]).restart == 20
     cut_off = launched(0, job="7") + launched(9000, job="7", restart=1)
     assert interruptions([cut_off]).restart == 9000
 

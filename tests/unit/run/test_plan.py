@@ -83,7 +83,7 @@ def test_plan_forecasts_goodput_and_end_and_says_what_they_rest_on(config_file, 
     _, printed = planned(capsys, config_file, *own, "--train.checkpoint_minutes=auto")
     goodput, ends = lines_of(printed, "forecast")
     assert goodput.startswith("forecast: goodput (ETTR) 98.")
-    assert goodput.endswith("no interruption known: assumes one in 24 h (assumed)")
+    assert goodput.endswith("no interruption known: assumes one in 24 h (stall assumed)")
     assert re.fullmatch(r"forecast: a start now ends \d{4}-\d\d-\d\d \d\d:\d\d UTC, in .*", ends)
     log = tmp_path / "results/other/events.jsonl"
     for event, ago in ((happenings.launch(), 7200), (happenings.lost(), 3600)):
