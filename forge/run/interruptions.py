@@ -51,8 +51,8 @@ def known_at_launch(config: Config, paths: RunPaths, job: slurm.Job | None) -> I
 
 
 def known_here(paths: RunPaths, *, partition: str | None = None) -> Interruptions:
-    """What event logs of this run and of others in its `results` say of the last 30 days, and of this
-    user's jobs in the partition Slurm's accounting ("": in all). partition: None asks no Slurm."""
+    """What is known of the last 30 days, from the event logs of this run and of others in its `results`,
+    and from Slurm's accounting of this user's jobs in a partition ("": in all; None asks no Slurm)."""
     since = time.time() - SINCE_SEC
     own = _read(paths)
     logs = [own, *(_read(other) for other in _others(paths))]
