@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from forge.core.errors import UnfitError
 from forge.core.process import hostname
@@ -494,6 +495,34 @@ def _accounted(job_id: str, fields: str, timeout_sec: float) -> str:
     line = ["sacct", "--jobs", job_id, "--allocations", "--noheader", "--parsable2"]
     lines = run([*line, f"--format={fields}"], timeout_sec=timeout_sec)[0].splitlines()
     return lines[-1].strip() if lines else ""
+
+
+class AccountedStart(NamedTuple):
+    """One start of a job in Slurm's accounting: a requeued job has one for each. seconds: that it ran."""
+
+    job: str
+    state: str  # without what follows it, such as the uid in `CANCELLED by 1000`
+    seconds: int
+
+
+def accounted_starts(
+    since: float, partition: str = "", *, timeout_sec: float = 10.0
+) -> list[AccountedStart]:
+    """All starts of this user's jobs since then (seconds since the epoch), in a partition or in all. []
+    where accounting does not respond, or is not there."""
+    if shutil.which("sacct") is None:
+        return []
+    when = datetime.fromtimestamp(since).isoformat(timespec="seconds")
+    line = ["sacct", "--duplicates", "--allocations", "--noheader", "--parsable2"]
+    line += [f"--user={os.getuid()}", f"--starttime={when}"]
+    line += [f"--partition={partition}"] if partition else []
+    output, _ = run([*line, "--format=JobIDRaw,State,ElapsedRaw"], timeout_sec=timeout_sec)
+    rows = (row.split("|") for row in output.splitlines())
+    return [
+        AccountedStart(row[0], row[1].partition(" ")[0], int(row[2]))
+        for row in rows
+        if len(row) == 3 and row[2].isdecimal()
+    ]
 
 
 def requeue(job_id: str, restarts: int) -> str:

@@ -129,6 +129,18 @@ class Budget(Event):
     needed: float
 
 
+class Forecast(Event):
+    """The interval between checkpoints was chosen, or has changed (train.checkpoint_minutes: auto).
+    interval, stall: seconds. ettr: the goodput that is expected, in [0, 1]. basis: what is known of
+    interruptions, for people."""
+
+    step: int
+    interval: float
+    stall: float
+    ettr: float
+    basis: str
+
+
 class Quarantine(Event):
     """A corrupt checkpoint was moved to quarantine/."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import suppress
 from importlib.util import find_spec
 from typing import Annotated, Any, Literal, Self
 
@@ -22,6 +24,8 @@ MOMENTS: dict[Optimizer, int] = {"adamw": 2, "muon": 1}
 FP8_MULTIPLE = 16
 # Values of train.micro_batch_size.
 MicroBatch = Literal["auto"] | Annotated[int, Field(ge=1)] | None
+# Values of train.checkpoint_minutes.
+Minutes = Literal["auto"] | Annotated[float, Field(gt=0)] | None
 
 
 class Train(Section):
@@ -118,8 +122,10 @@ class Train(Section):
     """Samples of the validation split in an evaluation, the same ones each time; of each source."""
     checkpoint_every: int = Field(50, ge=1, json_schema_extra=FREE)
     """Steps between two checkpoints."""
-    checkpoint_minutes: float | None = Field(None, gt=0, json_schema_extra=FREE)
-    """Also write a checkpoint when this many minutes have passed since the last; null: by steps only."""
+    checkpoint_minutes: Minutes = Field(None, json_schema_extra=FREE)
+    """Also write a checkpoint when this many minutes have passed since the last. `auto`: as often as is
+    best by how long a save stalls training, and how often runs are interrupted here, an hour at most
+    (docs/recovery.md); null: by steps only."""
     keep_last: int = Field(2, ge=1, json_schema_extra=FREE)
     """Number of newest committed checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1, json_schema_extra=FREE)
@@ -144,6 +150,16 @@ class Train(Section):
         is_number = str(value).isdecimal() and int(value) >= 1
         if value not in ("auto", None) and not is_number:
             raise ValueError("must be auto, null, or a number of samples, 1 or more")
+        return value
+
+    @field_validator("checkpoint_minutes", mode="before")
+    @classmethod
+    def _are_minutes(cls, value: Any) -> Any:
+        with suppress(TypeError, ValueError):  # neither text nor a list is one
+            if not isinstance(value, bool) and 0 < float(value) < math.inf:
+                return value
+        if value not in ("auto", None):
+            raise ValueError("must be auto, null, or a number of minutes above 0")
         return value
 
     @field_validator("spike", mode="before")

@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter
 from forge.cluster.placement import WorldLayout
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import disk_trouble, inodes_in, read_object_or_empty, write_json
+from forge.core.goodput import Interruptions
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname
@@ -44,6 +45,7 @@ class TrainTask(RecordPart):
     deadline: float | None = None  # from max_minutes or the job's time limit, whichever is earlier
     own_deadline: float | None = None  # from max_minutes alone
     environment: LaunchEnvironment | None = None  # for the lineage
+    interruptions: Interruptions = Interruptions()  # known before this launch
 
     @property
     def shards_here(self) -> str:

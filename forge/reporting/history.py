@@ -135,19 +135,9 @@ class LaunchHistory:
 
 
 @dataclass
-class History:
-    """A run's surviving curves (frames indexed 0.., sorted by step) and all of its wall time.
+class WallTime:
+    """Where all wall time of a run went. phases: in order, without overlap."""
 
-    train: step, loss, grad_norm, lr, tokens_per_sec, mfu, tokens, time, launch.
-    evals: step, loss, time, launch. source_evals: the same of each source, {} without sources. phases: in
-    order, without overlap.
-    """
-
-    train: pd.DataFrame
-    evals: pd.DataFrame
-    source_evals: dict[str, pd.DataFrame]
-    launches: list[LaunchHistory]
-    restarts: list[Restart]
     phases: list[Phase]
 
     @property
@@ -166,6 +156,28 @@ class History:
     def goodput(self) -> float | None:
         """Share of the wall time in training steps that survived, in [0, 1]; None without any."""
         return self.seconds.get("train", 0.0) / self.wall_sec if self.wall_sec else None
+
+
+@dataclass
+class History(WallTime):
+    """A run's surviving curves (frames indexed 0.., sorted by step) and all of its wall time.
+
+    train: step, loss, grad_norm, lr, tokens_per_sec, mfu, tokens, time, launch.
+    evals: step, loss, time, launch. source_evals: the same of each source, {} without sources.
+    """
+
+    train: pd.DataFrame
+    evals: pd.DataFrame
+    source_evals: dict[str, pd.DataFrame]
+    launches: list[LaunchHistory]
+    restarts: list[Restart]
+
+
+def read_wall_time(paths: RunPaths) -> WallTime:
+    """The run's wall time, without the curves, which take pandas. Raises as `read_history`."""
+    log = events.read(paths.events)
+    launches = _launches(log, metrics.read(paths.metrics))
+    return WallTime(_phases(log, launches, _kept_steps(launches)))
 
 
 def read_history(paths: RunPaths) -> History:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
+from forge.core.errors import DataError
 from forge.core.paths import RunPaths
-from forge.core.terminal import is_terminal, print_plain, visible
+from forge.core.terminal import duration, is_terminal, print_plain, visible
+from forge.reporting.history import read_wall_time
 from forge.reporting.run_rows import read_scores
 from forge.reporting.run_state import COLORS
 from forge.reporting.summary import Summary, summarize
@@ -41,6 +44,7 @@ def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
     rows = [("reason" if i == 0 else "", note) for i, note in enumerate(summary.notes)]
     rows += [("next", summary.state.next)] if summary.state.next else []
     rows += [("checkpoint", checkpoint), ("report", report), ("validation loss", _losses(paths))]
+    rows += _goodput(paths, summary)
     rows += [("" if number else "sources", str(row)) for number, row in enumerate(summary.sources)]
     for number, row in enumerate(read_scores(paths)):
         at = f"{row.label} at step {max(row.by_step)}"
@@ -49,6 +53,19 @@ def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
         clipped = sample if len(sample) <= SAMPLE_WIDTH else sample[: SAMPLE_WIDTH - 1] + "…"
         rows.append(("samples" if number == 0 else "", clipped))
     return rows + summary.lineage
+
+
+def _goodput(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
+    """What came out, beside what was expected."""
+    with suppress(DataError):  # of another version of Forge: the state says so
+        wall = read_wall_time(paths)
+        rows = []
+        if wall.goodput is not None:
+            share, of = f"{wall.goodput:.1%}", duration(wall.wall_sec, precise=True)
+            rows += [("goodput", f"{share} of {of} in steps kept")]
+        rows += [("expected", str(summary.expected))] if summary.expected else []
+        return rows + ([("end", summary.end)] if summary.end else [])
+    return []
 
 
 def _losses(paths: RunPaths) -> str:

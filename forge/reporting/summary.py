@@ -17,6 +17,7 @@ from forge.core.terminal import one_line
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_rows import SourceRow, source_rows
 from forge.reporting.run_state import RunState, ask_slurm, judge
+from forge.run.forecast import Expected, end_at, expected_by
 
 T = TypeVar("T")
 
@@ -35,6 +36,10 @@ class Summary:
     preflight: PreflightResult | None
     world_sizes: list[tuple[int, int]]
     """(step, world size) of each launch with another world size than the one before."""
+    expected: Expected | None = None
+    """The goodput that is expected; None before two saves."""
+    end: str = ""
+    """When it will reach its goal; "" while it does not train."""
 
     @property
     def step(self) -> int | None:
@@ -117,7 +122,21 @@ def summarize(paths: RunPaths) -> Summary:
     state = judge(files, queue)
     notes = [*state.details, *_verdict(state, validation, checkpoint)]
     notes += [trouble for trouble in troubles if trouble not in (state.reason, *notes)]
-    return Summary(state, notes, checkpoint, trained, validation, preflight, files.world_sizes)
+    expected = expected_by(files.log)
+    return Summary(
+        *(state, notes, checkpoint, trained, validation, preflight, files.world_sizes),
+        expected=expected,
+        end=_end(files, expected) if state.state == "running" else "",
+    )
+
+
+def _end(files: RunFiles, expected: Expected | None) -> str:
+    """When the run reaches its goal at the speed of this launch, interrupted as expected; "" where
+    nothing is known of that."""
+    if not (files.rate and files.goal and files.step is not None and expected and expected.ettr):
+        return ""
+    seconds = (files.goal - files.step) / files.rate / expected.ettr_without_stalls
+    return end_at(files.last_sign_of_life, seconds)
 
 
 def _verdict(

@@ -23,6 +23,7 @@ from forge.data import model
 from forge.data.sources import digests_by_source, open_tokens
 from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.rank_records import RankRecord, TrainTask
+from forge.run.interruptions import known_at_launch
 from forge.run.step_time import step_seconds
 from forge.staging.checkpoint_copies import send_checkpoint
 from forge.validation.checkpoint_checks import ForgeChecks
@@ -140,6 +141,7 @@ class ForgeTrainer(ForgeRun):
             deadline=start.deadline,
             own_deadline=start.own_deadline,
             environment=placement.recorded_environment(),
+            interruptions=known_at_launch(self.config, self.paths, start.job),
         )
         return run_ranks(
             task,

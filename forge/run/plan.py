@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from forge.checkpoint.parent import first_step
@@ -13,11 +14,14 @@ from forge.core.errors import ConfigError, DataError
 from forge.core.machine import Machine
 from forge.core.memory import GIB, WEIGHT, Shape
 from forge.core.mix import stages
-from forge.core.paths import MANIFEST, tokens_folder
+from forge.core.paths import MANIFEST, RunPaths, tokens_folder
 from forge.core.terminal import Table, duration, gpu_and_node_hours, print_plain
+from forge.core.train_settings import Train
 from forge.data.content_ids import resolve_ids
 from forge.data.shards import ShardManifest
-from forge.run.step_time import GPU, GPU_GIB, Speed, remedies, step_time
+from forge.run.forecast import end_at, expected_of
+from forge.run.interruptions import known_here
+from forge.run.step_time import GPU, GPU_GIB, Speed, remedies, step_seconds, step_time
 
 MOST_NUMBERS = 8  # of nodes, in one line
 
@@ -37,6 +41,7 @@ def plan(config: Config, machine: Machine, layout: WorldLayout) -> None:
     steps = max(0, config.train.max_steps - first_step(config))
     lines = [*_facts(config, chosen, layout), *_shrink(machine, layout, config), *_network(chosen)]
     lines += _times(chosen, machine, gpu_gib, steps)
+    lines += _forecast(config, machine, layout, steps)
     print_plain("\n".join([*lines, ""]))
     _table(shape, gpu_gib).print()
     print_plain(
@@ -70,11 +75,21 @@ def _facts(config: Config, shape: Shape, layout: WorldLayout) -> list[str]:
         f"step: {train.batch_size} samples of {train.seq_len} = {tokens:,} tokens, {flops:.3g} FLOPs",
         f"goal: step {train.max_steps:,} = {goal:,} tokens,"
         f" {goal / shape.num_parameters:.3g} a parameter",
-        f"checkpoint: {saved:,.3g} GB, every {train.checkpoint_every} steps, {train.keep_last} kept",
+        f"checkpoint: {saved:,.3g} GB, every {train.checkpoint_every} steps{_by_the_clock(train)},"
+        f" {train.keep_last} kept",
         *_sources(config),
         _data(config),
         f"ranks: {ranks}; micro-batch of {shape.micro_samples} samples{chosen}",
     ]
+
+
+def _by_the_clock(train: Train) -> str:
+    """When checkpoints are also saved, beside each checkpoint_every steps."""
+    if train.checkpoint_minutes is None:
+        return ""
+    if train.checkpoint_minutes == "auto":
+        return " and as often as is best (train.checkpoint_minutes: auto)"
+    return f" and {train.checkpoint_minutes:g} min"
 
 
 # --- the network, and time -----------------------------------------------------------------------
@@ -102,20 +117,39 @@ def _summed(entries: list[Collectives]) -> str:
 def _times(shape: Shape, machine: Machine, gpu_gib: float, steps: int) -> Iterator[str]:
     """The time of a step and of the run, its cost, and a warning where the network slows it down."""
     speed = Speed.of(machine, shape.ranks_per_node)
-    time = step_time(shape, speed)
+    step = step_time(shape, speed)
     yield (
-        f"time on {machine.gpu or GPU} GPUs: {time.total:.3g} s a step, {time.waiting:.3g} s of it"
-        f" waiting for the network; {time.mfu:.0%} of their peak;"
-        f" {duration(time.total * steps)} in all"
+        f"time on {machine.gpu or GPU} GPUs: {step.total:.3g} s a step, {step.waiting:.3g} s of it"
+        f" waiting for the network; {step.mfu:.0%} of their peak;"
+        f" {duration(step.total * steps)} in all"
     )
-    yield from _cost(shape, machine, time.total * steps, steps)
-    if time.is_slowed_by_network:
+    yield from _cost(shape, machine, step.total * steps, steps)
+    if step.is_slowed_by_network:
         helping = remedies(shape, speed, gpu_gib * GIB)
         yield (
-            f"warning: gathering and reducing between nodes takes {time.between_nodes:.3g} s of a step,"
-            f" the backward pass beside it {time.backward:.3g} s: set"
+            f"warning: gathering and reducing between nodes takes {step.between_nodes:.3g} s of a step,"
+            f" the backward pass beside it {step.backward:.3g} s: set"
             f" {', or '.join(helping) or 'a larger train.batch_size, or use fewer nodes'}"
         )
+
+
+def _forecast(config: Config, machine: Machine, layout: WorldLayout, steps: int) -> Iterator[str]:
+    """The goodput that is expected, and the date at which a start now would end. Queues are in it as far
+    as requeued runs have waited; the first queue is not."""
+    known = known_here(RunPaths.of(config), partition="" if machine.launcher == "srun" else None)
+    step_sec = step_seconds(config, machine, layout)
+    expected = expected_of(config.train, step_sec, known)
+    if expected is None:
+        yield f"forecast: not known, as the time of a step is not; {known}"
+        return
+    stall = "" if known.stall is not None else " (stall assumed)"
+    yield f"forecast: goodput (ETTR) {expected}{stall}"
+    if step_sec is not None and expected.ettr > 0:
+        yield f"forecast: a start now ends {end_at(time.time(), step_sec * steps / expected.ettr)}"
+    elif expected.ettr == 0:
+        yield "warning: by this forecast the run never ends: restarts take all of the time"
+    else:
+        yield "forecast: the end is not known, since machine.yaml names no GPU whose speed is known"
 
 
 def _cost(shape: Shape, machine: Machine, seconds: float, steps: int) -> Iterator[str]:

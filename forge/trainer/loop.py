@@ -28,6 +28,7 @@ from forge.launch.watchdog import Watchdog
 from forge.trainer import metrics
 from forge.trainer.divergence import diverged, ended_by_spike
 from forge.trainer.numerics import device_name, numerics, prepare
+from forge.trainer.save_clock import SaveClock, told
 from forge.trainer.source_mix import losses_text, mean_loss
 from forge.trainer.start import Start, start_of_run, verified_tokens
 from forge.trainer.step import Agreement, Flags, LaunchedStep, StepResult
@@ -62,7 +63,7 @@ class Trainer:
 
         self.step = start.step  # completed steps, those whose results are not read yet included
         self.saved_step = start.step  # of the newest checkpoint, whose save may be in progress
-        self.saved_at = time.monotonic()
+        self.clock = SaveClock(self.settings.checkpoint_minutes, spec.train_task.interruptions)
         self.lr = self.settings.lr  # of the last step whose result is read
         self.skipped = start.skipped()
         # A GPU always has the next step to compute while the host reads the results of the step before.
@@ -173,8 +174,7 @@ class Trainer:
         """The flags that this rank sends to the others."""
         cause, overdue = stop.cause(), False
         if self.world.rank.is_main:
-            minutes = self.settings.checkpoint_minutes
-            overdue = minutes is not None and time.monotonic() - self.saved_at > 60 * minutes
+            overdue = self.clock.is_due()
             cause = cause or ("deadline" if self.budget.is_due() else "")
         return Flags(cause, overdue, self.saver.is_done()).numbers
 
@@ -272,7 +272,8 @@ class Trainer:
             last=last,
         )
         begun.stall = time.perf_counter() - started  # includes the reference losses
-        self.saved_step, self.saved_at = self.step, time.monotonic()
+        self.saved_step = self.step
+        self.clock.begin()
         if last:
             self._finish_save()
 
@@ -292,10 +293,18 @@ class Trainer:
         )
         self._record(save)
         say(f"step {done.step}: committed {done.checkpoint.folder}")
+        self.clock.measure(done.stall, done.seconds)
+        self._tell_interval()
         self.budget.measure_save(done.seconds, done.stall)
         if warning := self.budget.warning():
             self._record(events.Budget(needed=round(self.budget.needed, 1)))
             say(f"warning: {warning}")
+
+    def _tell_interval(self) -> None:
+        """Record and print the interval between checkpoints where it was chosen anew. Rank 0."""
+        if forecast := self.clock.changed(self.step):
+            self._record(forecast)
+            say(f"step {self.step}: {told(forecast)}")
 
     def announce(self, seconds: float) -> None:
         """Record and print the step, the model and the hardware that this launch begins with."""
@@ -320,6 +329,7 @@ class Trainer:
             f"{compiled} on {self.world.rank.world_size} x {self.world.device.type}, step {self.step} of"
             f" {self.settings.max_steps}"
         )
+        self._tell_interval()
 
     def _record(self, event: events.Event) -> None:
         """Append to the run's event log. Rank 0."""

@@ -13,6 +13,7 @@ import time
 
 import psutil
 import pytest
+from support import happenings
 from support.forked import stop_before_a_step
 from support.live_run import (
     GOAL,
@@ -26,6 +27,7 @@ from support.live_run import (
 )
 
 from forge.checkpoint import resume
+from forge.core import events
 from forge.core.files import read_object_or_empty
 
 ENDLESS = ("--train.max_steps=1000000", "--train.decay_steps=1000000", "--train.log_every=1")
@@ -245,6 +247,40 @@ def test_checkpoints_are_due_by_the_clock_as_well(runs):
     saved = [save["step"] for save in run.events("save")]
     assert len(saved) > 10
     assert saved[-1] == 60
+
+
+def interrupted_every(seconds, log):
+    """An event log of 40 launches today, each of which lost a rank."""
+    for number in reversed(range(1, 41)):
+        began = time.time() - 2 * number * seconds
+        for event, at in ((happenings.launch(), 0), (happenings.lost(), seconds)):
+            events.record(log, event.model_copy(update={"time": began + at}))
+
+
+def test_automatic_interval_is_shorter_where_runs_are_interrupted(runs, tmp_path):
+    """And changes no bit of what is trained."""
+    calm = runs("calm", "--train.checkpoint_minutes=auto")
+    assert calm.forge("train", *TWO_RANKS).code == 0  # by its save it is known what one costs
+    stormy = calm.copy(tmp_path / "elsewhere" / "stormy")
+    interrupted_every(2, stormy.folder.parent / "other" / "events.jsonl")
+    endless = ("--train.checkpoint_every=1000000", "--train.max_steps=1000000")
+    both = [run.fork("train", *TWO_RANKS, *endless) for run in (calm, stormy)]
+    wait_until(lambda: len(stormy.events("save")) >= 2, "a save by the clock")
+    assert len(calm.events("save")) == 1
+    saved_at = stormy.events("save")[-1]["step"]
+    wait_until(lambda: min(calm.step(), stormy.step()) > saved_at + 5, "steps after that save")
+    for started in both:
+        started.process.terminate()
+    assert [started.end().code for started in both] == [75, 75]
+    often, rarely = (run.events("forecast")[-1]["interval"] for run in (stormy, calm))
+    assert often < rarely / 5
+    assert "0 of 40 with time for a save" in stormy.events("forecast")[-1]["basis"]
+    losses, others = dict(calm.losses()), dict(stormy.losses())
+    common = losses.keys() & others.keys()
+    assert max(common) > saved_at
+    assert [losses[step] for step in common] == [others[step] for step in common]
+    saved = resume.latest(stormy.paths)  # a commit needs the parts of all ranks, of one step
+    assert saved.step == stormy.events("stop")[-1]["step"] == stormy.step()
 
 
 def test_starts_that_get_nowhere_end_with_70_and_their_reasons_and_then_may_continue(runs):

@@ -1,8 +1,9 @@
-"""What `forge profile` asks a real Slurm. Threat: answers in another form than those that the unit tests
-have recorded, and a command that waits for accounting for ever, or needs it."""
+"""What `forge profile` and forecasts ask a real Slurm. Threat: answers in another form than those that
+the unit tests have recorded, and a command that waits for accounting for ever, or needs it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 
 from forge.cluster.site import SiteAnswers
 from tools.slurm_cluster.cluster import REPOSITORY, Cluster
+from tools.slurm_cluster.machines import wait_until
 
 RECORDED = REPOSITORY / "tests/unit/cluster/sites/test-cluster.json"
 FORGE = (REPOSITORY / ".venv/bin/python", "-m", "forge", "profile")
@@ -56,6 +58,31 @@ def test_slurm_itself_takes_the_jobs_of_a_profile(
     given = [f"--{name}={asked[key]}" for name, key in options.items() if key in asked]
     assert len(given) == (7 if words == ("--gpus=0",) else 8)
     cluster.run("sbatch", "--test-only", *given, "--wrap=true")
+
+
+STARTS = """
+import json, sys, time
+from forge.cluster import slurm
+starts = slurm.accounted_starts(time.time() - 3600, "low")
+print(json.dumps([start.state for start in starts if start.job == sys.argv[1]]))
+"""
+
+
+def test_accounting_has_a_row_for_each_start_of_a_job(cluster: Cluster) -> None:
+    options = ("--parsable", "--requeue", "--partition=low", "--output=/dev/null")
+    job = cluster.run("sbatch", *options, "--wrap=sleep 600").stdout.strip()
+
+    def states() -> list[str]:
+        line = (REPOSITORY / ".venv/bin/python", "-c", STARTS, job)
+        found: list[str] = json.loads(cluster.run(*line, cwd=REPOSITORY).stdout)
+        return found
+
+    wait_until(lambda: states() == ["RUNNING"], 30, "the job in accounting", every=0.5)
+    cluster.run("scontrol", "requeue", job)
+    wait_until(lambda: states()[:1] == ["REQUEUED"], 30, "the requeue in accounting", every=0.5)
+    cluster.run("scancel", job)
+    both = ["REQUEUED", "CANCELLED"]
+    wait_until(lambda: states() == both, 30, "both starts in accounting", every=0.5)
 
 
 def test_account_is_left_to_edit_while_accounting_is_down(

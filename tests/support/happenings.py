@@ -64,6 +64,11 @@ def requeue(cause: str = "SIGUSR1", step: int = 0) -> events.Requeue:
     return events.Requeue(job="12", cause=cause, step=step)
 
 
+def forecast(interval: float = 60.0, **facts: Any) -> events.Forecast:
+    usual = {"step": 10, "stall": 0.5, "ettr": 0.97, "basis": "2 interruptions in 3 h"}
+    return events.Forecast(**{**usual, "interval": interval, **facts})
+
+
 def validate(step: int = 0, **facts: Any) -> events.Validate:
     return events.Validate(**{"seconds": 6.0, "status": "valid", "step": step, **facts})
 
@@ -78,6 +83,7 @@ ALL: list[Event] = [
     save(),
     events.Skipped(step=1, in_a_row=1, reason="loss nan"),
     events.Budget(needed=41.5),
+    forecast(),
     events.Quarantine(checkpoint="step-00000050", reasons=["a file is missing"]),
     completed(),
     stop(),

@@ -68,6 +68,14 @@ def test_unknown_section_is_refused():
         ("train.lr", 0, "greater than 0"),
         ("train.max_steps", 1.5, "train.max_steps is 1.5"),
         ("train.precision", "fp8", "'fp32' or 'bf16'"),
+        *(
+            (
+                "train.checkpoint_minutes",
+                value,
+                "must be auto, null, or a number of minutes above 0",
+            )
+            for value in (0, -1, True, "atuo", "10m", [5])
+        ),
         ("tokenize.val_fraction", 1, "less than 1"),
         ("tokenize.inputs", [], "at least 1 item"),
         ("model.dim", 100, "an even integer, got 100 / 8"),
@@ -214,6 +222,13 @@ def test_shard_that_is_no_number_of_ranks_is_refused_in_one_sentence(shard):
         checked(Config, {"train": {"shard": shard}}, "config.yaml")
     [line] = [line for line in str(error.value).splitlines() if "train.shard" in line]
     assert line.endswith("must be none, node, all, or a number of ranks, 2 or more")
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [(None, None), ("auto", "auto"), (0.5, 0.5), (5, 5.0), ("5", 5.0)]
+)
+def test_checkpoint_minutes_are_a_number_auto_or_null(written, read):
+    assert config_of(**{"train.checkpoint_minutes": written}).train.checkpoint_minutes == read
 
 
 @pytest.mark.parametrize("shard", ["none", "node", "all", 2, 128])

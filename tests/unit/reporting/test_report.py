@@ -88,6 +88,19 @@ def test_headline_tells_status_loss_speed_and_goodput(finished: RecordedRun) -> 
     assert "56 %" in text
 
 
+def test_expected_goodput_is_beside_that_which_came_out(
+    finished: RecordedRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished.event(happenings.forecast(45.0, ettr=0.91, basis="3 interruptions in 2 h"))
+    text = " ".join(Page(render(finished.paths)).text.split())
+    assert "of wall time in steps kept; expected 91 %" in text
+    expected = "91.0% with a checkpoint every 45 s that stalls training for 0.5 s; 3 interruptions"
+    assert f"Expected goodput (ETTR): {expected} in 2 h." in text
+    show([finished.paths])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"goodput 56.2% of 2 min 58 s in steps kept expected {expected} in 2 h" in shown
+
+
 def test_restarts_lineage_config_and_samples_are_on_the_page(finished: RecordedRun) -> None:
     text = Page(render(finished.paths)).text
     assert "Dashed: training resumed from a checkpoint" in text

@@ -2,12 +2,15 @@
 out of memory in its first step."""
 
 import re
+import time
 
 import pytest
+from support import happenings
 from support.shards import make
 
 from forge import cli
 from forge.cluster.placement import WorldLayout, check_layout
+from forge.core import events
 from forge.core.config import Config, load_config
 from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
@@ -66,6 +69,47 @@ def test_plan_says_what_fits(config_file, capsys):
 def test_plan_without_a_known_gpu_compares_with_an_h100(config_file, capsys):
     code, printed = planned(capsys, config_file, "--ranks-per-node=8")
     assert code == 0 and "fits 79 GiB" in printed.out and "time on H100 GPUs" in printed.out
+
+
+ON_H100 = ("--ranks-per-node=8", "--machine.gpu=H100", "--train.shard=all")
+
+
+def lines_of(printed, begin):
+    return [line for line in printed.out.splitlines() if line.startswith(begin)]
+
+
+def test_plan_forecasts_goodput_and_end_and_says_what_they_rest_on(config_file, capsys, tmp_path):
+    own = (*ON_H100, f"--results={tmp_path / 'results'}", "--run=new")
+    _, printed = planned(capsys, config_file, *own, "--train.checkpoint_minutes=auto")
+    goodput, ends = lines_of(printed, "forecast")
+    assert goodput.startswith("forecast: goodput (ETTR) 98.")
+    assert goodput.endswith("no interruption known: assumes one in 24 h (stall assumed)")
+    assert re.fullmatch(r"forecast: a start now ends \d{4}-\d\d-\d\d \d\d:\d\d UTC, in .*", ends)
+    log = tmp_path / "results/other/events.jsonl"
+    for event, ago in ((happenings.launch(), 7200), (happenings.lost(), 3600)):
+        events.record(log, event.model_copy(update={"time": time.time() - ago}))
+    _, printed = planned(capsys, config_file, *own, "--train.checkpoint_minutes=auto")
+    assert (
+        "; 1 interruption in 1 h, 0 of 1 with time for a save" in lines_of(printed, "forecast")[0]
+    )
+
+
+def test_plan_says_how_often_a_checkpoint_is_saved(config_file, capsys):
+    for minutes, words in (
+        ("null", "every 50 steps, 2 kept"),
+        ("2.5", "every 50 steps and 2.5 min, 2 kept"),
+        ("auto", "every 50 steps and as often as is best (train.checkpoint_minutes: auto), 2 kept"),
+    ):
+        _, printed = planned(capsys, config_file, *ON_H100, f"--train.checkpoint_minutes={minutes}")
+        assert lines_of(printed, "checkpoint")[0].endswith(words)
+
+
+def test_plan_without_a_known_gpu_names_no_end(config_file, capsys):
+    _, printed = planned(capsys, config_file, "--ranks-per-node=8", "--train.shard=all")
+    assert lines_of(printed, "forecast")[0].startswith("forecast: not known, as the time of a step")
+    minutes = "--train.checkpoint_minutes=5"
+    _, printed = planned(capsys, config_file, "--ranks-per-node=8", "--train.shard=all", minutes)
+    assert lines_of(printed, "forecast")[1].endswith("names no GPU whose speed is known")
 
 
 KEMPNER = ("--nodes=8", "--ranks-per-node=4", "--machine.fabric.node_gbits=1600")

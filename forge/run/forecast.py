@@ -1,0 +1,88 @@
+"""Which goodput is expected of a run, and when does it end? By the model of core/goodput."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from statistics import median
+from typing import NamedTuple
+
+from forge.core import events
+from forge.core.events import Event
+from forge.core.goodput import STALL_SEC, Interruptions
+from forge.core.terminal import duration
+from forge.core.train_settings import Train
+from forge.run.interruptions import interruptions
+
+
+class Expected(NamedTuple):
+    """The goodput that is expected (ettr, in [0, 1]) with a save every `interval` seconds, each of which
+    stalls training for `stall` seconds. basis: what is known of interruptions, for people."""
+
+    ettr: float
+    interval: float
+    stall: float
+    basis: str
+
+    @property
+    def ettr_without_stalls(self) -> float:
+        """For times of steps in which those of saves are contained already."""
+        return self.ettr * (self.interval + self.stall) / self.interval
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ettr:.1%} with a checkpoint every {duration(self.interval, precise=True)} that"
+            f" stalls training for {duration(self.stall, precise=True)}; {self.basis}"
+        )
+
+
+def expected_by(log: Sequence[Event]) -> Expected | None:
+    """What the run itself has forecast last; else what its event log gives, for a run that saves by steps
+    or minutes. None before the second save of a launch."""
+    if isinstance(told := events.last(log, events.Forecast), events.Forecast):
+        return Expected(told.ettr, told.interval, told.stall, told.basis) if told.interval else None
+    known, gaps = interruptions([log]), list(_gaps(log))
+    if known.stall is None or not gaps:
+        return None
+    return _expected(known, median(gaps), known.stall)
+
+
+def expected_of(train: Train, step_sec: float | None, known: Interruptions) -> Expected | None:
+    """Before the run. step_sec: of a step; None where it is not known. None where its saves are due by
+    steps only, of unknown time."""
+    stall, save = known.stall, known.save
+    if stall is None or save is None:
+        stall = save = STALL_SEC
+    intervals = [train.checkpoint_every * step_sec] if step_sec is not None else []
+    if train.checkpoint_minutes == "auto":
+        intervals.append(known.interval(stall, save))
+    elif train.checkpoint_minutes is not None:
+        intervals.append(60.0 * train.checkpoint_minutes)
+    return _expected(known, min(intervals), stall) if intervals else None
+
+
+def end_at(now: float, seconds: float) -> str:
+    """For people: the date so many seconds after `now` (since the epoch), and how long that is."""
+    try:
+        date = datetime.fromtimestamp(now + seconds, UTC)
+    except (OverflowError, ValueError):
+        return "after the last date of the calendar"
+    return f"{date:%Y-%m-%d %H:%M} UTC, in {duration(seconds)}"
+
+
+def _expected(known: Interruptions, interval: float, stall: float) -> Expected | None:
+    if interval <= 0:
+        return None
+    return Expected(known.ettr(interval, stall), interval, stall, str(known))
+
+
+def _gaps(log: Sequence[Event]) -> Iterator[float]:
+    """Seconds of training between two saves of a launch."""
+    before: events.Save | None = None
+    for event in log:
+        if isinstance(event, events.Launch):
+            before = None
+        elif isinstance(event, events.Save):
+            if before and event.time - event.stall > before.time:
+                yield event.time - event.stall - before.time
+            before = event
