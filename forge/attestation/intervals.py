@@ -8,6 +8,7 @@ again all the same.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -56,7 +57,10 @@ class Coverage:
 
     def parts_in(self, intervals: Iterable[Interval]) -> int:
         """How many of the parts of the run, from one saved checkpoint to the next, these cover."""
-        return sum(one.first < step <= one.last for one in intervals for step in self.saved)
+        return sum(
+            bisect_right(self.saved, one.last) - bisect_right(self.saved, one.first)
+            for one in intervals
+        )
 
     def chance(self, draws: int) -> float:
         """That so many draws find one part whose training was another one, wherever it is. Parts that
@@ -72,7 +76,7 @@ def coverage(links: Links, runs: Iterable[RunPaths]) -> Coverage:
     found by their digests. Only manifests are read."""
     last = part(links["export"], "step", int)
     stated = {
-        (part(one, "step", int), one.get("blake3"))
+        (part(one, "step", int), str(one.get("blake3")))
         for one in part(links["checkpoints"], "saved", list)
     }
     parent, weights = links["parents"].get("checkpoint"), links["parents"].get("weights")
@@ -88,7 +92,7 @@ def coverage(links: Links, runs: Iterable[RunPaths]) -> Coverage:
     return Coverage(first, saved, can_start, intervals, here.get(last))
 
 
-def _found(stated: set[tuple[int, str | None]], runs: Iterable[RunPaths]) -> dict[int, Checkpoint]:
+def _found(stated: set[tuple[int, str]], runs: Iterable[RunPaths]) -> dict[int, Checkpoint]:
     """The checkpoints in these runs that the statement lists, by step."""
     found: dict[int, Checkpoint] = {}
     for checkpoints in map(CommittedCheckpoints, runs):

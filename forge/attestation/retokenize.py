@@ -46,6 +46,7 @@ def verify_texts(texts: str, links: Links, export: Path, keep: Path | None = Non
         ) from None
     if stated is None or tokens is None or stated.keys() != tokens.keys():
         raise VerificationError("the statement does not list the text files: they were gone before")
+    _check_sources({*stated}, links)
     found = _found(texts, [file for files in stated.values() for file in files])
     with tempfile.TemporaryDirectory(prefix="forge-verify-") as place:
         inputs = {
@@ -63,6 +64,14 @@ def verify_texts(texts: str, links: Links, export: Path, keep: Path | None = Non
     print(
         f"  ok    data: {files:,} text files give the tokenizer and {shards} shards of the statement"
     )
+
+
+def _check_sources(stated: set[str], links: Links) -> None:
+    """Refused where the config names other sources than the texts."""
+    sources = part(part(links["config"], "values", dict), "tokenize", dict).get("sources")
+    in_config = {*sources} if isinstance(sources, dict) else {""}
+    if not stated == in_config == {*(stated_ids(links).sources or [""])}:
+        raise VerificationError("the config of the statement has other sources than its texts")
 
 
 # --- the text files ---------------------------------------------------------------------------------
