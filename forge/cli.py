@@ -502,6 +502,10 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="also compare the checkpoints in this directory of a run with the statement",
     )
+    option(
+        "--certificate", metavar="FILE", type=Path, help="also check this one of forge reproduce"
+    )
+    option("--certifier", metavar="FILE", type=Path, help="public key of who certifies, in PEM")
 
 
 def _settings(options: argparse.Namespace) -> Any:
@@ -888,7 +892,15 @@ def _key(options: argparse.Namespace) -> None:
 def _verify(options: argparse.Namespace) -> None:
     from forge.attestation.verify_run import verify_export
 
-    verify_export(options.folder, options.key, options.digest, options.data, options.checkpoints)
+    verify_export(
+        options.folder,
+        options.key,
+        options.digest,
+        texts=options.data,
+        checkpoints=options.checkpoints,
+        certificate=options.certificate,
+        certifier=options.certifier,
+    )
 
 
 def _reproduce(options: argparse.Namespace) -> None:

@@ -13,8 +13,6 @@ from forge.core.files import disk_trouble, write_json
 from forge.core.records import RecordPart
 from forge.core.terminal import say
 
-REPRODUCTION = "urn:forge:reproduction:v1"  # the type of the predicate
-
 Outcome = Literal["bitwise", "within tolerance", "other"]
 
 
@@ -100,7 +98,7 @@ def write_certificate(path: Path, made: Reproduction, statement: bytes, key: Any
     content = made.model_dump(mode="json")
     certificate = {
         "_type": verify.IN_TOTO,
-        "predicateType": REPRODUCTION,
+        "predicateType": verify.REPRODUCTION,
         "subject": [{"name": verify.STATEMENT, "digest": {"sha256": verify.sha256(statement)}}],
         "predicate": content,
     }
@@ -119,4 +117,4 @@ def write_certificate(path: Path, made: Reproduction, statement: bytes, key: Any
 
 def envelope_path(certificate: Path) -> Path:
     """Where the signature of a certificate is."""
-    return certificate.with_name(f"{certificate.name.removesuffix('.json')}.dsse.json")
+    return certificate.with_name(verify.envelope_name(certificate.name))

@@ -6,6 +6,7 @@ names of choices; code is the installed Forge, or a checkout that the user names
 
 from __future__ import annotations
 
+import os
 import secrets
 import tempfile
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from forge.attestation.verify import Links, VerificationError, printable
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Code
 from forge.core.errors import ConfigError, DataError
-from forge.core.files import digest_file
+from forge.core.files import digest_file, read_object_or_empty
 from forge.core.paths import MANIFEST, RunPaths, tokens_folder
 from forge.core.provenance import code
 from forge.reporting.find_runs import project_folder, results_folder
@@ -91,6 +92,12 @@ def _check(request: ReproduceOptions) -> None:
     for path in filter(None, (request.folder, request.key, request.checkpoints, request.code)):
         if not path.exists():
             raise ConfigError(f"{path} does not exist")
+    if not (request.folder / verify.STATEMENT).is_file():
+        raise ConfigError(
+            f"{request.folder} has no {verify.STATEMENT}",
+            cause="it is no export, or one of an older Forge",
+            fix="name the directory of an export: forge export RUN --to my-model",
+        )
     if not 1 <= request.intervals <= MOST_INTERVALS:
         raise ConfigError(
             f"--intervals is {request.intervals}, but must be from 1 to {MOST_INTERVALS:,}",
@@ -105,12 +112,20 @@ def _check(request: ReproduceOptions) -> None:
             f"--code is {request.code}, which is no checkout of Forge: it has no forge/__init__.py",
             fix="git worktree add ../forge-then COMMIT, in a clone of Forge, and name that directory",
         )
-    if request.certificate.resolve().is_relative_to(request.folder.resolve()):
-        raise ConfigError(
-            f"--to is {request.certificate}, in the directory that is certified",
-            cause="a file that the statement does not list makes its verification fail",
-            fix="name a file elsewhere",
-        )
+    _check_target(request.certificate, request.folder)
+
+
+def _check_target(path: Path, folder: Path) -> None:
+    """ConfigError where the certificate cannot or must not be written, before hours of training."""
+    why = ""
+    if path.resolve().is_relative_to(folder.resolve()):
+        why = "is in the directory that is certified, and would make its verification fail"
+    elif not os.access(path.parent, os.W_OK):
+        why = "cannot be written: its directory is not there, or you may not write in it"
+    elif path.exists() and read_object_or_empty(path).get("predicateType") != verify.REPRODUCTION:
+        why = "is there, and is no certificate"
+    if why:
+        raise ConfigError(f"the certificate {path} {why}", fix="name another file: --to FILE")
 
 
 def _signing_key(request: ReproduceOptions) -> Any:
@@ -272,8 +287,9 @@ def _print_summary(made: Reproduction) -> None:
         f"{made.result}: {made.steps_checked} of {made.steps} steps trained again"
         f" ({made.steps_coverable} could be)"
     )
-    drawn_by = "" if made.seed is None else f", drawn by seed {made.seed}"
+    number = len(made.intervals)
+    intervals = f"{number} interval{'s' * (number > 1)}, drawn by seed {made.seed}"
     print(
         f"chance that one bad part of {made.parts} is found: {made.chance:.0%}"
-        f" ({len(made.intervals)} intervals{drawn_by})"
+        f" ({'all steps' if made.seed is None else intervals})"
     )

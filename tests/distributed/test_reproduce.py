@@ -15,6 +15,7 @@ from support.forked import RankStart
 from support.live_run import TWO_RANKS, Run, forge
 from support.processes import Outcome
 
+from forge import __version__ as forge_version
 from forge.attestation import retrain, verify
 from forge.attestation.certificate import Reproduction, envelope_path
 from forge.core.files import canonical, digest_bytes, digest_file, read_json, write_json
@@ -157,6 +158,66 @@ def test_certificate_is_a_signed_statement_about_the_statement(project, honest, 
     read = verify.read_envelope(Path())
     assert read and read.payload == path.read_bytes() and len(envelope["signatures"]) == 1
     verify.check_by_key(read, Path("keys/own.pub").read_bytes())
+
+
+@pytest.fixture
+def certified(project, honest, exported) -> Path:
+    """A signed certificate of the honest run, by the key keys/own."""
+    assert forge("key", "keys/own").code == 0 and forge("key", "keys/other").code == 0
+    more = (f"--checkpoints={honest.folder}", "--intervals=1", "--seed=0", "--sign=keys/own")
+    assert reproduce(exported, *more).code == 0
+    return Path("certificate.json")
+
+
+def test_certificate_is_verified_with_the_export(certified, exported, capsys):
+    named = ("verify", str(exported), f"--certificate={certified}")
+    assert forge(*named).code == 0
+    said = "certificate: 4 of 12 steps trained again, 1 of 1 intervals bitwise equal; "
+    assert f"note  {said}by whom: NOT verified" in capsys.readouterr().out
+    assert forge(*named, "--certifier=keys/own.pub").code == 0
+    assert f"ok    {said}signed by" in capsys.readouterr().out
+    done = forge(*named, "--certifier=keys/other.pub")
+    assert done.code == 65
+    assert "not by your key" in done.text
+
+
+def test_certificate_that_was_edited_or_is_of_another_statement_is_refused(certified, model):
+    named = ("verify", str(model), f"--certificate={certified}", "--certifier=keys/own.pub")
+    content = read_json(certified)
+    write_json(certified, {**content, "predicate": {**content["predicate"], "steps_checked": 12}})
+    assert "certificate.json was edited" in forge(*named).text
+    content["predicate"]["sha256"] = ""
+    content["predicate"]["sha256"] = verify.statement_digest(content)
+    write_json(certified, {**content, "subject": content["subject"] * 2})
+    assert "was edited" in forge(*named).text
+    write_json(certified, content)
+    for name in verify.SIGNATURES:
+        (model / name).unlink(missing_ok=True)
+    restate(model, lambda links: links["validation"].update(loss=1.0))
+    assert "certifies another statement" in forge(*named).text
+
+
+def test_certificate_that_was_signed_before_it_was_changed_is_refused(certified, exported):
+    content = read_json(certified)
+    content["predicate"]["steps_checked"] = 12
+    content["predicate"]["sha256"] = verify.statement_digest(content)
+    write_json(certified, content)
+    named = ("verify", str(exported), f"--certificate={certified}")
+    assert forge(*named).code == 0  # without a key nothing binds it to anybody
+    done = forge(*named, "--certifier=keys/own.pub")
+    assert done.code == 65
+    assert "is not what was signed" in done.text
+
+
+def test_code_of_a_checkout_trains_and_is_named(launched, project, honest, exported, capsys):
+    then = shutil.copytree(Path(retrain.__file__).parents[1], project / "then/forge")
+    text = (then / "__init__.py").read_text()
+    (then / "__init__.py").write_text(text.replace(forge_version, "0.0.7"))
+    more = (f"--checkpoints={honest.folder}", "--intervals=1", "--code=then")
+    done = reproduce(exported, *more)
+    assert done.code == 0, done.text
+    assert certificate().by.code.version == "0.0.7"
+    assert f"note  version of Forge {forge_version} then, 0.0.7 here" in capsys.readouterr().out
 
 
 def test_pruned_checkpoints_leave_longer_intervals_and_no_gap(project, honest, exported, tmp_path):
@@ -411,7 +472,9 @@ def test_corrupt_checkpoint_is_named(project, honest, exported, tmp_path):
         (("--minutes=nan",), "--minutes is nan"),
         (("--code=.",), "no checkout of Forge"),
         (("--checkpoints=nowhere",), "nowhere does not exist"),
-        (("--to=MODEL/certificate.json",), "in the directory that is certified"),
+        (("--to=MODEL/certificate.json",), "is in the directory that is certified"),
+        (("--to=nowhere/certificate.json",), "cannot be written"),
+        (("--to=config/config.yaml",), "is there, and is no certificate"),
     ],
 )
 def test_wrong_words_are_refused_before_anything_is_trained(project, model, words, said):
@@ -419,3 +482,9 @@ def test_wrong_words_are_refused_before_anything_is_trained(project, model, word
     assert done.code == 78
     assert said in done.text
     assert "fix" in done.text or "does not exist" in done.text or "minutes" in done.text
+
+
+def test_directory_of_a_run_is_not_taken_for_an_export(project, honest):
+    done = reproduce(honest.folder)
+    assert done.code == 78
+    assert "forge export RUN --to my-model" in done.text
