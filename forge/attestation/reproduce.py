@@ -96,7 +96,7 @@ def _check(request: ReproduceOptions) -> None:
         raise ConfigError(
             f"{request.folder} has no {verify.STATEMENT}",
             cause="it is no export, or one of an older Forge",
-            fix="name the directory of an export: forge export RUN --to my-model",
+            fix="name the directory that `forge export` has made, such as my-model",
         )
     if not 1 <= request.intervals <= MOST_INTERVALS:
         raise ConfigError(

@@ -487,4 +487,4 @@ def test_wrong_words_are_refused_before_anything_is_trained(project, model, word
 def test_directory_of_a_run_is_not_taken_for_an_export(project, honest):
     done = reproduce(honest.folder)
     assert done.code == 78
-    assert "forge export RUN --to my-model" in done.text
+    assert "name the directory that `forge export` has made" in done.text
