@@ -87,9 +87,16 @@ def coverage(links: Links, runs: Iterable[RunPaths]) -> Coverage:
             f"no checkpoint of the statement is between steps {first} and {last}"
         )
     here = _found(stated, runs)
-    can_start = not parent and not weights
+    can_start = not parent and not weights and not _names_a_start(links)
     intervals = tuple(_intervals(first, saved, here, can_start))
     return Coverage(first, saved, can_start, intervals, here.get(last))
+
+
+def _names_a_start(links: Links) -> bool:
+    """Whether the config names another run or weights to start from, which a true statement has among its
+    parents, too: what a stranger's config names is not opened."""
+    values = part(links["config"], "values", dict)
+    return bool(values.get("parent") or part(values, "model", dict).get("init"))
 
 
 def _found(stated: set[tuple[int, str]], runs: Iterable[RunPaths]) -> dict[int, Checkpoint]:

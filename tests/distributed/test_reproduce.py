@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -398,6 +399,16 @@ def test_paths_and_addresses_of_a_config_reach_no_training(project, honest, mode
     assert not any(
         word in said for word in ("/dev/zero", "hf://", "192.0.2.1", "touch", "/tmp/tasks")
     )
+
+
+def test_weights_that_a_config_alone_names_are_not_opened(project, model, tmp_path):
+    """The statement says that the run began with new weights."""
+    os.mkfifo(tmp_path / "config.json")  # to open it would wait forever
+    init = {"path": str(tmp_path)}
+    restate(model, lambda links: links["config"]["values"]["model"].update(init=init))
+    done = reproduce(model, "--whole")
+    assert done.code == 65
+    assert "from pretrained weights, which are not trained again" in done.text
 
 
 @pytest.mark.parametrize("tokens", ["../../etc", "/etc", "x" * 5000])

@@ -33,6 +33,7 @@ def links_of(run: RunPaths, exported: int = 40, **parents: Any) -> dict[str, dic
         "export": {"step": exported},
         "checkpoints": {"saved": saved},
         "parents": {"checkpoint": None, "weights": None, **parents},
+        "config": {"values": {"model": {}}},
     }
 
 
