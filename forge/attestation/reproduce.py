@@ -279,7 +279,8 @@ def _print_interval(result: TrainedAgain) -> None:
         if result.weights is not None:
             line += f", {result.weights:.2g} of the way apart, losses {result.loss or 0:.2g}"
         line += f" ({'; '.join(result.why) or 'the same kind of CPU, torch and ranks'})"
-    print(f"  {'FAIL' if _is_bad(result) else 'ok  '}  {printable(line)}")
+    # At once, also into a file: the next interval may take an hour.
+    print(f"  {'FAIL' if _is_bad(result) else 'ok  '}  {printable(line)}", flush=True)
 
 
 def _print_summary(made: Reproduction) -> None:
