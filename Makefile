@@ -1,4 +1,5 @@
 # make train   set up .venv, then raw text to a validated checkpoint on this machine
+# make reproduce   export what make train made, verify it, train it again and compare (2 minutes)
 # make setup EXTRAS=tracking,evaluate   add what a config may turn on: pyproject.toml lists the extras
 # make test    add what tests need, run all of them        make check   lint, formats, types
 # make faults  every fault at every point of a checkpoint's way (6 minutes)
@@ -17,10 +18,15 @@ BIN := .venv/bin
 comma := ,
 READY := .venv/ready $(patsubst %,.venv/with-%,$(subst $(comma), ,$(EXTRAS)))
 
-.PHONY: train test faults labs absences check lint types dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse gpu gpu-wheels clean
+.PHONY: train reproduce test faults labs absences check lint types dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse gpu gpu-wheels clean
 
 train: $(READY)
 	$(BIN)/snakemake --profile $(PROFILE) train
+
+# From text to a certificate: `train` ends within seconds where it has trained already.
+reproduce: train
+	$(BIN)/forge export base --to build/base
+	$(BIN)/forge reproduce build/base --checkpoints results/base
 
 # More processes than the two cores of CI: tests on Slurm wait more than they compute. Files in the
 # order of tests/conftest.py, which mixes both. Checks of a GPU run where they can on a CPU, at a small size.

@@ -351,6 +351,14 @@ def _add_views(subcommands: _Subcommands) -> None:
             "verify", _verify, "verify an export by the statement that it comes with", keys=False
         )
     )
+    _reproduce_options(
+        subcommands.plain(
+            "reproduce",
+            _reproduce,
+            "train parts of the run of an export again, and certify how they ended",
+            keys=False,
+        )
+    )
 
 
 def _machine(parser: argparse.ArgumentParser) -> None:
@@ -433,11 +441,56 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
     option("--sign", metavar="KEY", type=Path, help="sign the statement with this private key")
 
 
-def _verify_options(parser: argparse.ArgumentParser) -> None:
+def _statement_options(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
     option("folder", metavar="FOLDER", type=Path, help="directory of the export")
     option("--key", metavar="FILE", type=Path, help="public key of the author, in PEM")
     option("--digest", metavar="SHA256", help="that the statement must have, as a paper prints it")
+
+
+def _reproduce_options(parser: argparse.ArgumentParser) -> None:
+    _statement_options(parser)
+    option = parser.add_argument
+    option(
+        "--data",
+        metavar="TEXTS",
+        help="make the tokens again from the text files in this directory (or python:stdlib;"
+        " default: the project's tokens, if they are those of the statement)",
+    )
+    option(
+        "--checkpoints",
+        metavar="RUN",
+        type=Path,
+        help="directory of the run whose checkpoints to use (default: any run of the project)",
+    )
+    option("--intervals", type=int, default=3, metavar="K", help="how many to draw (default: 3)")
+    option("--seed", type=int, metavar="N", help="of the draw (default: chosen now, and recorded)")
+    option("--whole", action="store_true", help="train all steps again instead, from the first on")
+    option(
+        "--code",
+        metavar="CHECKOUT",
+        type=Path,
+        help="train by the Forge in this directory (default: the installed one)",
+    )
+    option(
+        "--minutes",
+        type=float,
+        default=60.0,
+        metavar="M",
+        help="longest time for an interval (default: 60)",
+    )
+    option(
+        "--to",
+        metavar="FILE",
+        type=Path,
+        help="the certificate (default: FOLDER.certificate.json beside the directory)",
+    )
+    option("--sign", metavar="KEY", type=Path, help="sign the certificate with this private key")
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    _statement_options(parser)
+    option = parser.add_argument
     option(
         "--data",
         metavar="TEXTS",
@@ -449,6 +502,10 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="also compare the checkpoints in this directory of a run with the statement",
     )
+    option(
+        "--certificate", metavar="FILE", type=Path, help="also check this one of forge reproduce"
+    )
+    option("--certifier", metavar="FILE", type=Path, help="public key of who certifies, in PEM")
 
 
 def _settings(options: argparse.Namespace) -> Any:
@@ -835,4 +892,33 @@ def _key(options: argparse.Namespace) -> None:
 def _verify(options: argparse.Namespace) -> None:
     from forge.attestation.verify_run import verify_export
 
-    verify_export(options.folder, options.key, options.digest, options.data, options.checkpoints)
+    verify_export(
+        options.folder,
+        options.key,
+        options.digest,
+        texts=options.data,
+        checkpoints=options.checkpoints,
+        certificate=options.certificate,
+        certifier=options.certifier,
+    )
+
+
+def _reproduce(options: argparse.Namespace) -> None:
+    from forge.attestation.reproduce import ReproduceOptions, reproduce
+
+    reproduce(
+        ReproduceOptions(
+            folder=options.folder,
+            texts=options.data,
+            checkpoints=options.checkpoints,
+            intervals=options.intervals,
+            whole=options.whole,
+            seed=options.seed,
+            code=options.code,
+            minutes=options.minutes,
+            key=options.key,
+            digest=options.digest,
+            to=options.to,
+            sign=options.sign,
+        )
+    )

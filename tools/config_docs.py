@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from forge.attestation.certificate import Reproduction
 from forge.attestation.chain import Predicate
 from forge.checkpoint.manifest import Part
 from forge.core.config import FOLDERS, OUTSIDE_TRAINING, Config, is_free
@@ -38,7 +39,11 @@ SCHEMAS: dict[Path, type[Section]] = {
 }
 
 
-STATEMENT_SCHEMA = Path("docs/statement.schema.json")
+# Predicates of in-toto statements.
+PREDICATES: dict[Path, type[BaseModel]] = {
+    Path("docs/statement.schema.json"): Predicate,
+    Path("docs/certificate.schema.json"): Reproduction,
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ MARKED = re.compile(r"(<!-- keys -->\n).*?(<!-- end of keys -->)", re.DOTALL)
 def generated(root: Path = ROOT) -> dict[Path, str]:
     """Path below `root` -> the text it should have. Raises ConfigError without a file's markers."""
     texts = {path: schema_text(model) for path, model in SCHEMAS.items()}
-    texts[STATEMENT_SCHEMA] = statement_schema()
+    texts |= {path: predicate_schema(model) for path, model in PREDICATES.items()}
     for table in TABLES:
         path = root / table.file
         text = path.read_text() if path.exists() else ""
@@ -102,11 +107,11 @@ def schema_text(model: type[Section]) -> str:
     return json.dumps({"$schema": DRAFT, **schema}, indent=2) + "\n"
 
 
-def statement_schema() -> str:
-    """JSON schema of the predicate of an export's statement."""
+def predicate_schema(model: type[BaseModel]) -> str:
+    """JSON schema of the predicate of an export's statement, or of a certificate."""
     describe_keys(Part)
     describe_keys(RecordPart)
-    schema = Predicate.model_json_schema()
+    schema = model.model_json_schema()
     return json.dumps({"$schema": DRAFT, **schema}, indent=2) + "\n"
 
 

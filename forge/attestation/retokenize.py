@@ -1,8 +1,10 @@
-"""`forge verify --data`: make the tokens of a statement again from its text files, and compare them."""
+"""Make the tokens of a statement again from its text files, and compare them: `forge verify --data`, and
+`forge reproduce --data`, which trains on them."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,22 +14,24 @@ from pydantic import ValidationError
 
 from forge.attestation.chain import TextFile, Texts, TokenizerMade, TokensMade, TokensOfSource
 from forge.attestation.verify import MOST_NAMED, Links, VerificationError, part
-from forge.core.config import Config, ResolvedConfig, checked
+from forge.core.config import Config, Ids, ResolvedConfig, checked
 from forge.core.errors import DataError, ForgeError
 from forge.core.files import digest_file, disk_trouble, plain_name
-from forge.core.paths import MANIFEST, TOKENIZER, tokens_folder
+from forge.core.paths import MANIFEST, TOKENIZER, tokenizer_folder, tokens_folder
 from forge.core.provenance import versions
 from forge.core.terminal import progress
 from forge.data import content_ids, corpus
 from forge.data.corpus import STDLIB, InputFile
-from forge.data.shards import SPLITS, ShardManifest
+from forge.data.shards import SPLITS, InputEntry, ShardManifest
+from forge.data.sources import ListedTokens, SourcesManifest
 from forge.data.tokenize import tokenize
 from forge.data.tokenizer import build_tokenizer, load_tokenizer
 
 
-def verify_texts(texts: str, links: Links, export: Path) -> None:
+def verify_texts(texts: str, links: Links, export: Path, keep: Path | None = None) -> None:
     """Print what was compared. texts: directory with the files that the statement lists, under whatever
-    names, or `python:stdlib` for those of this Python.
+    names, or `python:stdlib` for those of this Python. keep: a `data` directory, in which the tokenizer
+    and the tokens stay under the ids and with the manifests of the statement.
 
     Raises VerificationError that names the file, tokenizer or shard that differs; DataError where a text
     cannot be read.
@@ -42,6 +46,7 @@ def verify_texts(texts: str, links: Links, export: Path) -> None:
         ) from None
     if stated is None or tokens is None or stated.keys() != tokens.keys():
         raise VerificationError("the statement does not list the text files: they were gone before")
+    _check_sources({*stated}, links)
     found = _found(texts, [file for files in stated.values() for file in files])
     with tempfile.TemporaryDirectory(prefix="forge-verify-") as place:
         inputs = {
@@ -49,13 +54,24 @@ def verify_texts(texts: str, links: Links, export: Path) -> None:
             name: _links_to(Path(place) / "texts" / str(number), files, found)
             for number, (name, files) in enumerate(stated.items())
         }
-        made = _made_again(_config(Path(place), inputs, links, tokenizer, export))
-    _compare(made, tokenizer, tokens, links)
+        config = _config(Path(place), inputs, links, tokenizer, export)
+        made = _made_again(config)
+        _compare(made, tokenizer, tokens, links)
+        if keep:
+            _keep(keep, config, made, links)
     shards = sum(len(shards) for source in tokens.values() for shards in source.splits.values())
     files = sum(map(len, stated.values()))
     print(
         f"  ok    data: {files:,} text files give the tokenizer and {shards} shards of the statement"
     )
+
+
+def _check_sources(stated: set[str], links: Links) -> None:
+    """Refused where the config names other sources than the texts."""
+    sources = part(part(links["config"], "values", dict), "tokenize", dict).get("sources")
+    in_config = {*sources} if isinstance(sources, dict) else {""}
+    if not stated == in_config == {*(stated_ids(links).sources or [""])}:
+        raise VerificationError("the config of the statement has other sources than its texts")
 
 
 # --- the text files ---------------------------------------------------------------------------------
@@ -193,3 +209,53 @@ def _different_shards(made: ShardManifest, stated: TokensOfSource) -> Iterator[s
                     f"{one.file} has {one.tokens:,} tokens and digest {one.digest[:12]}, the statement"
                     f" says {other.tokens:,} and {other.digest[:12]}"
                 )
+
+
+# --- tokens to train on -----------------------------------------------------------------------------
+
+
+def stated_ids(links: Links) -> Ids:
+    """The content ids in the config of a statement, which are safe as names of directories."""
+    values = part(links["config"], "values", dict)
+    try:
+        return checked(Ids, part(values, "ids", dict), "the statement")
+    except ForgeError as err:
+        raise VerificationError(f"the statement has no content ids: {err.what}") from None
+
+
+def _keep(
+    data: Path, made_by: ResolvedConfig, made: dict[str, ShardManifest], links: Links
+) -> None:
+    """Move what was made to where a run of the statement's config looks for it. The manifests get the
+    names that the author's files had: checkpoints are bound to the digests of these manifests."""
+    ids, stated = stated_ids(links), TokensMade.model_validate(links["tokens"])
+    names = Texts.model_validate(links["texts"]).files or {}
+    of_tokenizer = tokenizer_folder(made_by.data, made_by.ids.tokenizer)
+    shutil.copytree(of_tokenizer, tokenizer_folder(data, ids.tokenizer))
+    for name, single in zip(made, content_ids.single_corpora(made_by), strict=True):
+        folder = tokens_folder(data, ids.sources[name] if name else ids.tokens)
+        if folder.exists():  # two sources with the same files
+            continue
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(tokens_folder(single.data, single.ids.tokens), folder)
+        inputs = [InputEntry(name=f.name, size=f.bytes, digest=f.blake3) for f in names[name]]
+        own = {"id": folder.name, "tokenizer_id": ids.tokenizer, "inputs": inputs}
+        made[name].model_copy(update=own).write(folder / MANIFEST)
+        _check_manifest(folder, (stated.sources or {})[name].blake3)
+    if ids.sources:
+        folder = tokens_folder(data, ids.tokens)
+        listed = {
+            name: ListedTokens(id=i, digest=digest_file(tokens_folder(data, i) / MANIFEST))
+            for name, i in sorted(ids.sources.items())
+        }
+        SourcesManifest(sources=listed).write(folder / MANIFEST)
+        _check_manifest(folder, stated.blake3)
+
+
+def _check_manifest(folder: Path, stated: str) -> None:
+    digest = digest_file(folder / MANIFEST)
+    if digest != stated:
+        raise VerificationError(
+            f"the manifest of tokens {folder.name}, made again, has digest {digest[:12]}, not"
+            f" {stated:.12}: another version of Forge wrote it, or the statement contradicts itself"
+        )

@@ -57,7 +57,7 @@ def make_key(path: Path) -> Path:
             file.write(_public_pem(key))
     say(f"private key {path}: only you may read it, and who has it signs in your name")
     say(f"public key {public}: publish it elsewhere than beside the models that it verifies")
-    say(f"fingerprint {_fingerprint(key)}")
+    say(f"fingerprint {fingerprint(key)}")
     return public
 
 
@@ -95,21 +95,21 @@ def _refuse_published(path: Path) -> None:
 def sign(export: Path, key: ec.EllipticCurvePrivateKey) -> None:
     """Write both envelopes beside the statement of an export, unless this key has signed it already.
     Raises UnfitError when the disk cannot be written."""
-    fingerprint = _fingerprint(key)
+    own = fingerprint(key)
     with disk_trouble(export):
         statement = (export / verify.STATEMENT).read_bytes()
-        if _has_signed(export, statement, fingerprint):
-            say(f"signature by {fingerprint[:12]}: nothing to do")
+        if _has_signed(export, statement, own):
+            say(f"signature by {own[:12]}: nothing to do")
             return
-        write_json(export / verify.ENVELOPE, _envelope(statement, key, fingerprint))
+        write_json(export / verify.ENVELOPE, signed_envelope(statement, key))
         model = json.dumps(_model_statement(export)).encode()
         bundle = {
             "mediaType": BUNDLE,
-            "verificationMaterial": {"publicKey": {"hint": fingerprint}, "tlogEntries": []},
+            "verificationMaterial": {"publicKey": {"hint": own}, "tlogEntries": []},
             "dsseEnvelope": _envelope(model, key, ""),
         }
         write_json(export / verify.MODEL_SIGNATURE, bundle)
-    say(f"signed by {fingerprint}: {verify.ENVELOPE}, {verify.MODEL_SIGNATURE} in {export}")
+    say(f"signed by {own}: {verify.ENVELOPE}, {verify.MODEL_SIGNATURE} in {export}")
 
 
 def _has_signed(export: Path, statement: bytes, fingerprint: str) -> bool:
@@ -121,6 +121,11 @@ def _has_signed(export: Path, statement: bytes, fingerprint: str) -> bool:
     except verify.VerificationError:
         return False
     return envelope is not None and envelope[::2] == (statement, fingerprint)
+
+
+def signed_envelope(payload: bytes, key: ec.EllipticCurvePrivateKey) -> dict[str, Any]:
+    """DSSE around the bytes of a statement or of a certificate."""
+    return _envelope(payload, key, fingerprint(key))
 
 
 def _envelope(payload: bytes, key: ec.EllipticCurvePrivateKey, keyid: str) -> dict[str, Any]:
@@ -162,6 +167,6 @@ def _public_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     return key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
 
 
-def _fingerprint(key: ec.EllipticCurvePrivateKey) -> str:
+def fingerprint(key: ec.EllipticCurvePrivateKey) -> str:
     """SHA-256 of the public key in PEM, as model-signing names it."""
     return verify.sha256(_public_pem(key))

@@ -1,4 +1,5 @@
 """Verify a model that comes with a statement of Forge: python3 verify.py FOLDER [--key PUBLIC_KEY]
+[--certificate FILE [--certifier PUBLIC_KEY]]
 
 This one file needs Python 3.11, for --key also its package `cryptography`, and no Forge. Keep a copy of
 your own, and never run one that comes with a model. docs/statement.md describes the format. Exit codes:
@@ -20,8 +21,8 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 IN_TOTO = "https://in-toto.io/Statement/v1"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
-PREDICATE = "urn:forge:training:v1"
-FORMAT = 1
+PREDICATE, REPRODUCTION = "urn:forge:training:v1", "urn:forge:reproduction:v1"
+FORMAT = 1  # of both
 STATEMENT, ENVELOPE, MODEL_SIGNATURE = "statement.json", "statement.dsse.json", "model.sig"
 SIGNATURES = (ENVELOPE, MODEL_SIGNATURE)
 OURS = (STATEMENT, *SIGNATURES)
@@ -118,11 +119,11 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def part(of: Any, key: str, kind: type[Kind]) -> Kind:
-    """A value of an object. Refused where it is missing or of another type."""
+def part(of: Any, key: str, kind: type[Kind], name: str = STATEMENT) -> Kind:
+    """A value of an object in a file. Refused where it is missing or of another type."""
     value = of.get(key) if isinstance(of, dict) else None
     if not isinstance(value, kind):
-        raise VerificationError(f"{STATEMENT} has no {key} that can be read")
+        raise VerificationError(f"{name} has no {key} that can be read")
     return value
 
 
@@ -137,21 +138,24 @@ def statement_digest(statement: dict[str, Any]) -> str:
 
 def read_statement(data: bytes) -> dict[str, Any]:
     """The statement in these bytes. Refused where it is of another format, or was edited."""
-    statement = parsed(data, STATEMENT)
-    for key, expected in (("_type", IN_TOTO), ("predicateType", PREDICATE)):
+    return _read_predicate(data, STATEMENT, PREDICATE)
+
+
+def _read_predicate(data: bytes, name: str, kind: str) -> dict[str, Any]:
+    """The in-toto statement in the bytes of a file, with a predicate of this type. Refused as above."""
+    statement = parsed(data, name)
+    for key, expected in (("_type", IN_TOTO), ("predicateType", kind)):
         if statement.get(key) != expected:
             raise VerificationError(
                 f"{key} is {statement.get(key)!r:.80}, this verifier reads {expected}"
             )
-    predicate = part(statement, "predicate", dict)
+    predicate = part(statement, "predicate", dict, name)
     if predicate.get("format") != FORMAT:
         raise VerificationError(
             f"format is {predicate.get('format')!r:.20}, this verifier reads {FORMAT}"
         )
     if predicate.get("sha256") != statement_digest(statement):
-        raise VerificationError(
-            f"{STATEMENT} was edited: its SHA-256 is not the one that it states"
-        )
+        raise VerificationError(f"{name} was edited: its SHA-256 is not the one that it states")
     return statement
 
 
@@ -273,22 +277,22 @@ def to_sign(payload: bytes) -> bytes:
     )
 
 
-def read_envelope(folder: Path) -> Envelope | None:
-    """The envelope beside a statement; None where it is not signed."""
-    path = folder / ENVELOPE
+def read_envelope(folder: Path, name: str = ENVELOPE) -> Envelope | None:
+    """The envelope beside a statement, or of a certificate; None where it is not signed."""
+    path = folder / name
     if not os.path.lexists(path):
         return None
-    envelope = parsed(read_bytes(path), ENVELOPE)
+    envelope = parsed(read_bytes(path), name)
     signatures = envelope.get("signatures")
     if envelope.get("payloadType") != PAYLOAD_TYPE or not isinstance(signatures, list):
-        raise VerificationError(f"{ENVELOPE} is not an envelope with {PAYLOAD_TYPE}")
+        raise VerificationError(f"{name} is not an envelope with {PAYLOAD_TYPE}")
     if len(signatures) != 1:
-        raise VerificationError(f"{ENVELOPE} has {len(signatures)} signatures, not one")
+        raise VerificationError(f"{name} has {len(signatures)} signatures, not one")
     try:
         payload = base64.b64decode(part(envelope, "payload", str), validate=True)
         signature = base64.b64decode(part(signatures[0], "sig", str), validate=True)
     except ValueError:
-        raise VerificationError(f"{ENVELOPE} has no base64") from None
+        raise VerificationError(f"{name} has no base64") from None
     return Envelope(payload, signature, part(signatures[0], "keyid", str))
 
 
@@ -326,14 +330,14 @@ def check_by_key(envelope: Envelope, pem: bytes) -> None:
         )
     except ImportError:
         raise VerificationError(
-            "--key needs the package cryptography: pip install cryptography"
+            "a key needs the package cryptography: pip install cryptography"
         ) from None
     try:
         key = load_pem_public_key(pem)
     except ValueError:
-        raise VerificationError("the file of --key has no public key in PEM") from None
+        raise VerificationError("the file of the key has no public key in PEM") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp256r1":
-        raise VerificationError("the key of --key is not on the curve P-256")
+        raise VerificationError("the key is not on the curve P-256")
     fingerprint = sha256(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     if envelope.fingerprint != fingerprint:
         raise VerificationError(
@@ -342,7 +346,42 @@ def check_by_key(envelope: Envelope, pem: bytes) -> None:
     try:
         key.verify(envelope.signature, to_sign(envelope.payload), ec.ECDSA(SHA256()))
     except InvalidSignature:
-        raise VerificationError(f"the signature in {ENVELOPE} is not of this statement") from None
+        raise VerificationError("the signature in the envelope is not of this statement") from None
+
+
+# --- certificates -----------------------------------------------------------------------------------
+
+
+def envelope_name(certificate: str) -> str:
+    """Name of the file that has the signature of a certificate, beside it."""
+    return f"{certificate.removesuffix('.json')}.dsse.json"
+
+
+def check_certificate(path: Path, statement: bytes, key: Path | None) -> str:
+    """What to say of a certificate of `forge reproduce`. statement: the bytes of statement.json. key: a
+    file with the public key of who certifies.
+
+    Refused where it is of another statement, was edited, says that the run was not reproduced, or with a
+    key is not signed by that.
+    """
+    data, name = read_bytes(path), path.name
+    content = _read_predicate(data, name, REPRODUCTION)
+    subjects, made = part(content, "subject", list, name), part(content, "predicate", dict, name)
+    if [part(one, "digest", dict, name).get("sha256") for one in subjects] != [sha256(statement)]:
+        raise VerificationError(f"{name} certifies another statement")
+    if made.get("result") != "reproduced":
+        raise VerificationError(f"{name} says {made.get('result')!r:.20}")
+    ends = [part(one, "outcome", str, name) for one in part(made, "intervals", list, name)]
+    checked, steps = (part(made, key, int, name) for key in ("steps_checked", "steps"))
+    equal = f"{ends.count('bitwise')} of {len(ends)} intervals bitwise equal"
+    text = f"{checked:,} of {steps:,} steps trained again, {equal}"
+    envelope = read_envelope(path.parent, envelope_name(name))
+    if key is None:
+        return f"{text}; by whom: NOT verified"
+    if envelope is None or envelope.payload != data:
+        raise VerificationError(f"{name} is not what was signed, or it is not signed")
+    check_by_key(envelope, read_bytes(key))
+    return f"{text}; signed by {envelope.fingerprint}, the key in {key}"
 
 
 # --- the command ------------------------------------------------------------------------------------
@@ -353,12 +392,18 @@ def verify(
     key: Path | None = None,
     digest: str | None = None,
     say: Callable[[str], None] = print,
+    *,
+    certificate: Path | None = None,
+    certifier: Path | None = None,
 ) -> Links:
     """Check signature, files and chain of an export, with a line for each; the links by name.
 
-    key: file with the author's public key. digest: SHA-256 that the statement must have. Raises
-    VerificationError at the first check that fails.
+    key: file with the author's public key. digest: SHA-256 that the statement must have. certificate: of
+    `forge reproduce`. certifier: file with the public key of who certifies. Raises VerificationError at
+    the first check that fails.
     """
+    if certifier and not certificate:
+        raise VerificationError("a certifier was named, and no certificate")
     path = folder / STATEMENT
     if not os.path.lexists(path):
         raise VerificationError(f"{folder} has no {STATEMENT}")
@@ -371,9 +416,12 @@ def verify(
     files, size = check_files(folder, statement)
     links = check_chain(statement)
     check_export(folder, links)
+    certified = check_certificate(certificate, data, certifier) if certificate else ""
     say(f"  ok    files: {files}, {size / 1e6:,.1f} MB, as the statement says")
     say(f"  ok    chain: {' > '.join(links)}")
     say(f"  {'ok  ' if key else 'note'}  signature: {printable(signature)}")
+    if certified:
+        say(f"  {'ok  ' if certifier else 'note'}  certificate: {printable(certified)}")
     run, step = links["export"].get("run"), links["export"]["step"]
     say(f"{printable(str(run))}, step {step}: statement {own}")
     return links
@@ -391,12 +439,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="directory of the model")
     parser.add_argument("--key", metavar="FILE", type=Path, help="public key of the author, in PEM")
     parser.add_argument("--digest", metavar="SHA256", help="that the statement must have")
+    parser.add_argument("--certificate", metavar="FILE", type=Path, help="of forge reproduce")
+    parser.add_argument("--certifier", metavar="FILE", type=Path, help="its public key, in PEM")
     try:
         options = parser.parse_args(arguments)
     except SystemExit as err:
         return 78 if err.code else 0
     try:
-        verify(options.folder, options.key, options.digest)
+        verify(
+            options.folder,
+            options.key,
+            options.digest,
+            certificate=options.certificate,
+            certifier=options.certifier,
+        )
     except VerificationError as err:
         print(f"refused: {printable(str(err))}", file=sys.stderr)
         return 65

@@ -18,17 +18,21 @@ def verify_export(
     folder: Path,
     key: Path | None,
     digest: str | None,
-    texts: str | None,
-    checkpoints: Path | None,
+    *,
+    texts: str | None = None,
+    checkpoints: Path | None = None,
+    certificate: Path | None = None,
+    certifier: Path | None = None,
 ) -> None:
     """Say what is verified. key: of the author. digest: that the statement must have. texts: as for
-    `verify_texts`. checkpoints: the directory of the run, whose checkpoints are compared as well. Raises
-    DataError at the first check that fails, ConfigError for a path that is not there."""
-    for path in filter(None, (folder, key, checkpoints)):
+    `verify_texts`. checkpoints: the directory of the run, whose checkpoints are compared as well.
+    certificate, certifier: as for `verify.verify`. Raises DataError at the first check that fails,
+    ConfigError for a path that is not there."""
+    for path in filter(None, (folder, key, checkpoints, certificate, certifier)):
         if not path.exists():
             raise ConfigError(f"{path} does not exist")
     try:
-        links = verify.verify(folder, key, digest)
+        links = verify.verify(folder, key, digest, certificate=certificate, certifier=certifier)
         if texts:
             from forge.attestation.retokenize import verify_texts  # imports what tokenizes
 

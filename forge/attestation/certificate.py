@@ -1,0 +1,120 @@
+"""The certificate of `forge reproduce`: an in-toto statement of which steps were trained again, and how
+they ended, with the statement of the export as its subject. docs/statement.md explains the keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import forge
+from forge.attestation import verify
+from forge.checkpoint.manifest import Code, Lineage, Numerics, Versions
+from forge.core.files import disk_trouble, write_json
+from forge.core.records import RecordPart
+from forge.core.terminal import say
+
+Outcome = Literal["bitwise", "within tolerance", "other"]
+
+
+class TrainedAgain(RecordPart):
+    """Steps first + 1 to last of the run, trained again."""
+
+    first: int
+    last: int
+    began_with: str | None
+    """blake3 of the checkpoint; None where the run begins at `first`."""
+    stated: str | None
+    """blake3 of the checkpoint at the end, as the statement lists it; None where that was not at hand, so
+    that the digest of the weights was compared."""
+    outcome: Outcome
+    weights: float | None
+    """Norm of the difference of all weights, as a share of how far they went in these steps; None where
+    tensors differ in shape, or were not at hand."""
+    loss: float | None
+    """Largest difference of a reference-batch loss, in nats per token; None as above."""
+    why: list[str]
+    """What differs between both trainings and may change bits; [] where they must be bitwise equal."""
+
+
+class MadeBy(RecordPart):
+    """With what the steps were trained again."""
+
+    code: Code
+    versions: Versions
+    cpu: str
+    numerics: Numerics
+
+    @classmethod
+    def of(cls, lineage: Lineage) -> MadeBy:
+        return cls(
+            code=lineage.code,
+            versions=lineage.versions,
+            cpu=lineage.hardware.cpu,
+            numerics=lineage.numerics,
+        )
+
+
+class Reproduction(RecordPart):
+    """The predicate of a certificate."""
+
+    FORMAT: ClassVar[int] = 1
+
+    format: Literal[1] = 1
+    forge: str = forge.__version__
+    """Version of Forge that wrote the certificate."""
+    statement: str
+    """SHA-256 that the statement has of itself."""
+    result: Literal["reproduced", "not reproduced"]
+    seed: int | None
+    """By which the intervals were drawn; None where the whole run was trained again."""
+    steps: int
+    """Of the run, up to the exported checkpoint."""
+    steps_coverable: int
+    """Those between checkpoints that the verifier had, or after the first step of the run."""
+    steps_checked: int
+    parts: int
+    """Of the run, from one checkpoint that it has saved to the next."""
+    parts_coverable: int
+    chance: float
+    """Of finding one part that was trained otherwise, with as many draws; parts that cannot be covered
+    count as unchecked."""
+    texts: Literal["made again", "by digest"]
+    """Whether the tokens were made from the texts, or those of the statement's digests were used."""
+    export: Literal["same", "other", "unchecked"]
+    """Whether the weights in the export are those of the exported checkpoint."""
+    tolerance: dict[str, float]
+    """Largest difference of weights and of losses, as in `intervals`, where bits may differ."""
+    differences: list[str]
+    """What differs from the statement's code and environment."""
+    by: MadeBy
+    intervals: list[TrainedAgain]
+    sha256: str = ""
+    """Of the canonical JSON of the certificate without this key."""
+
+
+def write_certificate(path: Path, made: Reproduction, statement: bytes, key: Any) -> None:
+    """Write a certificate about the statement with these bytes, with a key also its signed envelope
+    beside it. Raises UnfitError when the disk cannot be written."""
+    content = made.model_dump(mode="json")
+    certificate = {
+        "_type": verify.IN_TOTO,
+        "predicateType": verify.REPRODUCTION,
+        "subject": [{"name": verify.STATEMENT, "digest": {"sha256": verify.sha256(statement)}}],
+        "predicate": content,
+    }
+    content["sha256"] = verify.statement_digest(certificate)
+    envelope = envelope_path(path)
+    with disk_trouble(path):
+        envelope.unlink(missing_ok=True)  # of an older certificate
+        write_json(path, certificate)
+    say(f"certificate {content['sha256'][:12]}: {path}")
+    if key:
+        from forge.attestation.signing import fingerprint, signed_envelope
+
+        write_json(envelope, signed_envelope(path.read_bytes(), key))
+        say(f"signed by {fingerprint(key)}: {envelope}")
+
+
+def envelope_path(certificate: Path) -> Path:
+    """Where the signature of a certificate is."""
+    return certificate.with_name(verify.envelope_name(certificate.name))

@@ -1,0 +1,114 @@
+"""Did training again end as the statement says: bitwise, within the tolerance, or otherwise, and why?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from forge.attestation.certificate import TrainedAgain
+from forge.attestation.intervals import Interval
+from forge.attestation.state_difference import StateDifference, state_difference
+from forge.attestation.verify import Links, part
+from forge.checkpoint.directory import Checkpoint
+from forge.checkpoint.manifest import Code, Lineage
+
+# Where bits may differ. docs/reproducibility.md has what was measured: other kernels and numbers of ranks
+# stay a hundred times below it, one step at 1.1 times its learning rate is ten times above it.
+TOLERANCE = {"weights": 1e-3, "loss": 1e-3}
+
+
+def judged(interval: Interval, made: Checkpoint, weights_digest: str, links: Links) -> TrainedAgain:
+    """What became of an interval. made: its end as it was trained again, with this digest of its
+    weights."""
+    why, end = [*may_differ(interval, made, links)], interval.end
+    if end:
+        apart = state_difference(made, end, interval.begin)
+    else:
+        is_same = weights_digest == links["export"].get("weights")
+        apart = StateDifference(is_same, 0.0 if is_same else math.inf, 0.0 if is_same else math.inf)
+    within = apart.weights <= TOLERANCE["weights"] and apart.loss <= TOLERANCE["loss"]
+    return TrainedAgain(
+        first=interval.first,
+        last=interval.last,
+        began_with=interval.begin.digest if interval.begin else None,
+        stated=end.digest if end else None,
+        outcome="bitwise"
+        if apart.is_bitwise
+        else "within tolerance"
+        if why and within
+        else "other",
+        weights=apart.weights if math.isfinite(apart.weights) else None,
+        loss=apart.loss if math.isfinite(apart.loss) else None,
+        why=why,
+    )
+
+
+def may_differ(interval: Interval, made: Checkpoint, links: Links) -> Iterator[str]:
+    """What differs between both trainings on which bits depend: hardware, kernels, torch, ranks. Code is
+    not among it: another commit must not excuse another result."""
+    now, then = made.manifest, interval.end.manifest if interval.end else None
+    sizes = _world_sizes(interval, links)
+    if sizes - {now.world_size}:
+        yield f"{' and '.join(map(str, sorted(sizes)))} ranks then, {now.world_size} here"
+    if then is None:
+        return
+    yield from hardware_differences(then.lineage, now.lineage)
+    if now.why_not_compiled != then.why_not_compiled:
+        yield "compiled on one side only"
+    if then.lineage.config.train.shard == "node":
+        yield "sharded over the ranks of a node, of which there was another number"
+    if now.lineage.numerics.device == "cuda":
+        yield "a GPU may add in any order"
+
+
+def hardware_differences(then: Lineage, now: Lineage) -> Iterator[str]:
+    """A sentence for each thing on which bits depend and that differs."""
+    if now.hardware.cpu != then.hardware.cpu:
+        yield _differs("CPU", then.hardware.cpu, now.hardware.cpu)
+    if now.versions.torch != then.versions.torch:
+        yield _differs("torch", then.versions.torch, now.versions.torch)
+    ours, theirs = now.numerics.to_json(), then.numerics.to_json()
+    for key in sorted(theirs):
+        if ours.get(key) != theirs[key]:
+            yield _differs(key, theirs[key], ours.get(key))
+
+
+def _world_sizes(interval: Interval, links: Links) -> set[int]:
+    """Of the launches that have trained the interval, by the statement."""
+    launches = part(links["launches"], "launches", list)
+    return {
+        part(one, "world_size", int)
+        for one in launches
+        if part(one, "resumed_from", int) < interval.last
+        and part(one, "last_step", int) > interval.first
+    }
+
+
+def differences(links: Links, now: Lineage) -> Iterator[str]:
+    """What differs from the code and the environment of the statement, as far as it has them."""
+    yield from code_differences(links, now.code)
+    environment = links["environment"]
+    versions = environment.get("versions")
+    ours = now.versions.to_json()
+    for name, version in sorted(versions.items()) if isinstance(versions, dict) else ():
+        if version != ours.get(name):
+            yield _differs(name, version, ours.get(name))
+    if environment.get("cpu") != now.hardware.cpu:
+        yield _differs("CPU", environment.get("cpu"), now.hardware.cpu)
+
+
+def code_differences(links: Links, here: Code) -> Iterator[str]:
+    """Of Forge itself."""
+    stated = part(links["code"], "forge", dict)
+    for key in ("version", "commit", "diff"):
+        if stated.get(key) != getattr(here, key):
+            what = f"{'uncommitted changes' if key == 'diff' else key} of Forge"
+            yield _differs(what, stated.get(key), getattr(here, key))
+
+
+def _differs(what: str, then: object, now: object) -> str:
+    return f"{what} {_short(then)} then, {_short(now)} here"
+
+
+def _short(value: object) -> str:
+    return "none" if value is None else f"{value!s:.60}"

@@ -1,0 +1,501 @@
+"""A run that was trained otherwise than its statement says must be found, and a true one certified."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import forked
+from support.forked import RankStart
+from support.live_run import TWO_RANKS, Run, forge
+from support.processes import Outcome
+
+from forge import __version__ as forge_version
+from forge.attestation import retrain, verify
+from forge.attestation.certificate import Reproduction, envelope_path
+from forge.core.files import canonical, digest_bytes, digest_file, read_json, write_json
+
+EVERY = ("--train.checkpoint_every=4", "--train.keep_last=9")  # 4, 8 and 12
+
+
+def in_a_fork(command: list[str], _place: Path, _env: object, log: Path, _minutes: float) -> int:
+    """In the place of a Python of its own, which needs seconds for its start."""
+    return forked.start(command[3:], log).end().code
+
+
+@pytest.fixture
+def launched() -> None:
+    """A test that takes it starts every command in a Python of its own."""
+
+
+@pytest.fixture(autouse=True)
+def _forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "launched" not in request.fixturenames:
+        monkeypatch.setattr(retrain, "_end_of", in_a_fork)
+
+
+@pytest.fixture
+def project(tiny_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current directory: a project that has the tokens of the runs, and no results."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.yaml").write_text(f"data: {tiny_project / 'data'}\n")
+    with monkeypatch.context() as patch:
+        patch.chdir(tmp_path)
+        yield tmp_path
+
+
+@pytest.fixture(scope="session")
+def honest(session_runs: Callable[..., Run]) -> Run:
+    run = session_runs("honest", *EVERY)
+    outcome = run.fork("train", *TWO_RANKS).end()
+    assert outcome.code == 0, outcome.text
+    return run
+
+
+@pytest.fixture(scope="session")
+def exported(honest: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_of(honest, tmp_path_factory.mktemp("honest") / "model")
+
+
+@pytest.fixture
+def model(exported: Path, tmp_path: Path) -> Path:
+    """A copy of the honest export, to be changed."""
+    return Path(shutil.copytree(exported, tmp_path / "model"))
+
+
+def export_of(run: Run, to: Path) -> Path:
+    outcome = forge("export", str(run.folder), f"--to={to}", run.data)
+    assert outcome.code == 0, outcome.text
+    return to
+
+
+def reproduce(folder: Path, *more: str) -> Outcome:
+    return forge("reproduce", str(folder), "--to=certificate.json", *more)
+
+
+def certificate() -> Reproduction:
+    content = read_json(Path("certificate.json"))
+    assert isinstance(content, dict)
+    return Reproduction.model_validate(content["predicate"])
+
+
+def outcomes() -> list[tuple[int, int, str]]:
+    return [(one.first, one.last, one.outcome) for one in certificate().intervals]
+
+
+def restate(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change links of the statement, and make all digests right again, as their author can."""
+    content = read_json(folder / verify.STATEMENT)
+    links = {link["link"]: link for link in content["predicate"]["chain"]}
+    change(links)
+    links["config"]["blake3"] = digest_bytes(canonical(links["config"]["values"]))
+    facts = read_json(folder / "forge.json")
+    write_json(folder / "forge.json", {**facts, "config_digest": links["config"]["blake3"]})
+    for subject in content["subject"]:
+        subject["digest"]["sha256"] = verify.file_digest(folder / subject["name"])[0]
+    previous = ""
+    for link in content["predicate"]["chain"]:
+        link["previous"] = previous
+        previous = verify.sha256(verify.canonical(link))
+    content["predicate"]["sha256"] = verify.statement_digest(content)
+    write_json(folder / verify.STATEMENT, content)
+
+
+# --- a true statement -------------------------------------------------------------------------------
+
+
+def test_drawn_intervals_of_an_honest_run_are_bitwise_equal(project, honest, exported, capsys):
+    done = reproduce(exported, f"--checkpoints={honest.folder}", "--intervals=2", "--seed=3")
+    assert done.code == 0, done.text
+    made = certificate()
+    assert [outcome for *_, outcome in outcomes()] == ["bitwise", "bitwise"]
+    assert (made.seed, made.steps, made.steps_coverable, made.steps_checked) == (3, 12, 12, 8)
+    assert (made.parts, made.parts_coverable, made.export) == (3, 3, "same")
+    assert made.chance == pytest.approx(2 / 3)
+    assert "found: 67% (2 intervals, drawn by seed 3)" in capsys.readouterr().out
+    first = certificate()
+    assert (
+        reproduce(exported, f"--checkpoints={honest.folder}", "--intervals=2", "--seed=3").code == 0
+    )
+    assert certificate() == first
+
+
+def test_checkpoints_are_found_in_the_results_of_the_project(project, honest, exported):
+    config = f"results: {honest.folder.parent}\n" + Path("config/config.yaml").read_text()
+    Path("config/config.yaml").write_text(config)
+    done = reproduce(exported, "--intervals=1")
+    assert done.code == 0, done.text
+    assert certificate().parts_coverable == 3
+
+
+def test_whole_run_is_made_from_texts_alone_by_launched_ranks(
+    launched, project, exported, tiny_project
+):
+    Path("config/config.yaml").unlink()
+    done = reproduce(exported, "--whole", f"--data={tiny_project / 'corpus'}")
+    assert done.code == 0, done.text
+    made = certificate()
+    assert outcomes() == [(0, 12, "bitwise")]
+    assert (made.texts, made.export, made.seed, made.chance) == ("made again", "same", None, 1.0)
+
+
+def test_certificate_is_a_signed_statement_about_the_statement(project, honest, exported):
+    assert forge("key", "keys/own").code == 0
+    done = reproduce(exported, f"--checkpoints={honest.folder}", "--intervals=1", "--sign=keys/own")
+    assert done.code == 0, done.text
+    path = Path("certificate.json")
+    [subject] = read_json(path)["subject"]
+    digest = verify.file_digest(exported / verify.STATEMENT)[0]
+    assert subject == {"name": verify.STATEMENT, "digest": {"sha256": digest}}
+    assert read_json(path)["predicate"]["sha256"] == verify.statement_digest(read_json(path))
+    envelope = read_json(envelope_path(path))
+    shutil.copy(envelope_path(path), verify.ENVELOPE)
+    read = verify.read_envelope(Path())
+    assert read and read.payload == path.read_bytes() and len(envelope["signatures"]) == 1
+    verify.check_by_key(read, Path("keys/own.pub").read_bytes())
+
+
+@pytest.fixture
+def certified(project, honest, exported) -> Path:
+    """A signed certificate of the honest run, by the key keys/own."""
+    assert forge("key", "keys/own").code == 0 and forge("key", "keys/other").code == 0
+    more = (f"--checkpoints={honest.folder}", "--intervals=1", "--seed=0", "--sign=keys/own")
+    assert reproduce(exported, *more).code == 0
+    return Path("certificate.json")
+
+
+def test_certificate_is_verified_with_the_export(certified, exported, capsys):
+    named = ("verify", str(exported), f"--certificate={certified}")
+    assert forge(*named).code == 0
+    said = "certificate: 4 of 12 steps trained again, 1 of 1 intervals bitwise equal; "
+    assert f"note  {said}by whom: NOT verified" in capsys.readouterr().out
+    assert forge(*named, "--certifier=keys/own.pub").code == 0
+    assert f"ok    {said}signed by" in capsys.readouterr().out
+    done = forge(*named, "--certifier=keys/other.pub")
+    assert done.code == 65
+    assert "not by your key" in done.text
+
+
+def test_certificate_that_was_edited_or_is_of_another_statement_is_refused(certified, model):
+    named = ("verify", str(model), f"--certificate={certified}", "--certifier=keys/own.pub")
+    content = read_json(certified)
+    write_json(certified, {**content, "predicate": {**content["predicate"], "steps_checked": 12}})
+    assert "certificate.json was edited" in forge(*named).text
+    content["predicate"]["sha256"] = ""
+    content["predicate"]["sha256"] = verify.statement_digest(content)
+    write_json(certified, {**content, "subject": content["subject"] * 2})
+    assert "was edited" in forge(*named).text
+    write_json(certified, content)
+    for name in verify.SIGNATURES:
+        (model / name).unlink(missing_ok=True)
+    restate(model, lambda links: links["validation"].update(loss=1.0))
+    assert "certifies another statement" in forge(*named).text
+
+
+def test_certificate_that_was_signed_before_it_was_changed_is_refused(certified, exported):
+    content = read_json(certified)
+    content["predicate"]["steps_checked"] = 12
+    content["predicate"]["sha256"] = verify.statement_digest(content)
+    write_json(certified, content)
+    named = ("verify", str(exported), f"--certificate={certified}")
+    assert forge(*named).code == 0  # without a key nothing binds it to anybody
+    done = forge(*named, "--certifier=keys/own.pub")
+    assert done.code == 65
+    assert "is not what was signed" in done.text
+
+
+def test_code_of_a_checkout_trains_and_is_named(launched, project, honest, exported, capsys):
+    then = shutil.copytree(Path(retrain.__file__).parents[1], project / "then/forge")
+    text = (then / "__init__.py").read_text()
+    (then / "__init__.py").write_text(text.replace(forge_version, "0.0.7"))
+    more = (f"--checkpoints={honest.folder}", "--intervals=1", "--code=then")
+    done = reproduce(exported, *more)
+    assert done.code == 0, done.text
+    assert certificate().by.code.version == "0.0.7"
+    assert f"note  version of Forge {forge_version} then, 0.0.7 here" in capsys.readouterr().out
+
+
+def test_pruned_checkpoints_leave_longer_intervals_and_no_gap(project, honest, exported, tmp_path):
+    run = honest.copy(tmp_path / "pruned")
+    shutil.rmtree(run.paths.checkpoints / "step-00000004")
+    done = reproduce(exported, f"--checkpoints={run.folder}", "--intervals=9")
+    assert done.code == 0, done.text
+    assert outcomes() == [(0, 8, "bitwise"), (8, 12, "bitwise")]
+    assert certificate().parts_coverable == 3
+
+
+def test_steps_of_another_number_of_ranks_are_within_the_tolerance(project, runs, tmp_path):
+    run = runs("shrunk", "--train.checkpoint_every=6", "--train.keep_last=1")
+    assert run.fork("train", "--train.max_steps=6").end().code == 0
+    assert run.fork("train", *TWO_RANKS).end().code == 0
+    folder = export_of(run, tmp_path / "shrunk-model")
+    done = reproduce(folder, f"--checkpoints={run.folder}")
+    assert done.code == 0, done.text
+    [one] = certificate().intervals
+    assert (one.first, one.last) == (0, 12)
+    assert one.outcome in (
+        "bitwise",
+        "within tolerance",
+    )  # two ranks often add the same sums as one
+    assert one.why == ["1 and 2 ranks then, 2 here"]
+
+
+# --- planted faults ---------------------------------------------------------------------------------
+
+AT = 5  # counted from 0: the sixth step, between the checkpoints at 4 and 8
+
+
+def skip_a_batch(_start: RankStart) -> None:
+    from forge.trainer.step import TrainStep
+
+    read = TrainStep._read
+    TrainStep._read = lambda self, step: read(self, step + 100 if step == AT else step)  # type: ignore[method-assign]
+
+
+def raise_the_rate_once(_start: RankStart) -> None:
+    from forge.trainer import optim
+
+    rate = optim.learning_rate
+    optim.learning_rate = lambda step, *rest: rate(step, *rest) * (1.1 if step == AT else 1.0)  # type: ignore[assignment]
+
+
+def change_one_weight(_start: RankStart) -> None:
+    import torch
+
+    from forge.trainer import step as step_module
+
+    call = step_module.TrainStep.__call__
+
+    def changed(self: Any, step: int, *flags: Any) -> Any:
+        launched = call(self, step, *flags)
+        if step == AT:
+            with torch.no_grad():
+                next(self.parallel.decoder.parameters()).view(-1)[0] += 1e-3
+        return launched
+
+    step_module.TrainStep.__call__ = changed  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("fault", [skip_a_batch, raise_the_rate_once, change_one_weight])
+def test_fault_in_one_step_is_found_in_its_interval(project, runs, tmp_path, fault, capsys):
+    run = runs(fault.__name__, *EVERY)
+    outcome = run.fork("train", *TWO_RANKS, arm=fault).end()
+    assert outcome.code == 0, outcome.text
+    folder = export_of(run, tmp_path / "model")
+    verify.verify(folder)  # it proves nothing of the training
+    done = reproduce(folder, f"--checkpoints={run.folder}", "--intervals=3")
+    assert done.code == 65
+    assert "is not reproduced: steps 5 to 8" in done.text
+    assert outcomes() == [(0, 4, "bitwise"), (4, 8, "other"), (8, 12, "bitwise")]
+    assert certificate().result == "not reproduced"
+    assert "FAIL  steps 5 to 8: other weights" in capsys.readouterr().out
+
+
+def test_token_shard_that_texts_do_not_give_is_found(project, runs, tiny_project, tmp_path):
+    """The author changed a shard before the training, and made its manifest fit."""
+    data = shutil.copytree(tiny_project / "data", tmp_path / "changed")
+    [manifest] = data.glob("tokens/*/manifest.json")
+    content = read_json(manifest)
+    shard = content["splits"]["train"][0]
+    ids = np.fromfile(manifest.parent / shard["file"], "<u2")
+    ids[3] = (ids[3] + 1) % 256
+    ids.tofile(manifest.parent / shard["file"])
+    shard["digest"] = digest_file(manifest.parent / shard["file"])
+    write_json(manifest, content)
+    run = runs("corrupted", *EVERY, f"--data={data}")
+    assert run.fork("train").end().code == 0
+    folder = export_of(run, tmp_path / "model")
+    done = reproduce(folder, f"--checkpoints={run.folder}", f"--data={tiny_project / 'corpus'}")
+    assert done.code == 65
+    assert f"{shard['file']} has" in done.text
+    assert not Path("certificate.json").exists()
+
+
+def test_weights_of_an_export_that_are_not_the_checkpoints_are_found(project, honest, model):
+    weights = model / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    restate(model, lambda links: None)
+    verify.verify(model)
+    done = reproduce(model, f"--checkpoints={honest.folder}", "--intervals=1")
+    assert done.code == 65
+    assert "the weights in the export" in done.text
+    assert certificate().export == "other"
+
+
+def test_config_of_the_statement_that_did_not_make_the_checkpoints_is_found(project, honest, model):
+    restate(model, lambda links: links["config"]["values"]["train"].update(lr=1e-3))
+    verify.verify(model)
+    done = reproduce(model, f"--checkpoints={honest.folder}")
+    assert done.code == 65
+    assert "was not made by the config of the statement" in done.text
+    assert "train.lr is 0.001" in done.text
+
+
+# --- what a statement cannot make Forge do ----------------------------------------------------------
+
+
+def test_folder_that_fails_its_verification_is_not_trained(project, honest, model):
+    (model / "config.json").write_text("{}")
+    done = reproduce(model, f"--checkpoints={honest.folder}")
+    assert done.code == 65
+    assert "'config.json' has SHA-256" in done.text
+    assert "training" not in done.text
+
+
+def test_program_of_a_statement_is_not_run(project, model, tmp_path):
+    def exchange(links: dict[str, Any]) -> None:
+        links["tokens"].clear()
+        touch = ["touch", str(tmp_path / "was-run")]
+        links["tokenizer"].clear()
+        links["tokenizer"] |= {"link": "program", "command": touch, "source": None, "inputs": None}
+
+    content = read_json(model / verify.STATEMENT)
+    restate(model, exchange)
+    content = read_json(model / verify.STATEMENT)
+    content["predicate"]["chain"] = [
+        link for link in content["predicate"]["chain"] if "link" in link
+    ]
+    write_json(model / verify.STATEMENT, content)
+    restate(model, lambda links: None)
+    done = reproduce(model)
+    assert done.code == 65
+    assert "another training program" in done.text
+    assert not (tmp_path / "was-run").exists()
+
+
+def test_paths_and_addresses_of_a_config_reach_no_training(project, honest, model, monkeypatch):
+    def name_places(links: dict[str, Any]) -> None:
+        values = links["config"]["values"]
+        values["tokenizer"] |= {"source": "path", "path": "/dev/zero"}
+        values["tokenize"] |= {"inputs": ["/dev/zero", "hf://datasets/a/b@main/*"]}
+        values["tracking"] = {"mlflow": {"uri": "http://192.0.2.1/"}}
+        values["evaluate"] = {"tasks": ["x"], "include_path": "/tmp/tasks"}
+        values["program"] = {"command": ["touch", "was-run"]}
+
+    restate(model, name_places)
+    trained: list[dict[str, Any]] = []
+
+    def looked_at(command: list[str], place: Path, env: dict[str, str], *rest: Any) -> int:
+        if command[3] == "train":
+            trained.append(read_json(Path(command[4])))
+            assert env["HF_HUB_OFFLINE"] == "1"
+            assert not [name for name in env if name.startswith("SLURM")]
+        return in_a_fork(command, place, env, *rest)
+
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setattr(retrain, "_end_of", looked_at)
+    done = reproduce(model, f"--checkpoints={honest.folder}", "--intervals=1")
+    assert done.code == 0, done.text
+    [config] = trained
+    said = json.dumps(config)
+    assert not any(
+        word in said for word in ("/dev/zero", "hf://", "192.0.2.1", "touch", "/tmp/tasks")
+    )
+
+
+def test_weights_that_a_config_alone_names_are_not_opened(project, model, tmp_path):
+    """The statement says that the run began with new weights."""
+    os.mkfifo(tmp_path / "config.json")  # to open it would wait forever
+    init = {"path": str(tmp_path)}
+    restate(model, lambda links: links["config"]["values"]["model"].update(init=init))
+    done = reproduce(model, "--whole")
+    assert done.code == 65
+    assert "from pretrained weights, which are not trained again" in done.text
+
+
+@pytest.mark.parametrize("tokens", ["../../etc", "/etc", "x" * 5000])
+def test_content_id_that_is_a_path_is_refused(project, honest, model, tokens):
+    restate(model, lambda links: links["config"]["values"]["ids"].update(tokens=tokens))
+    done = reproduce(model, f"--checkpoints={honest.folder}")
+    assert done.code == 65
+    assert "no content ids" in done.text
+
+
+def test_model_that_no_machine_has_memory_for_is_refused_and_not_tried(project, model):
+    def grow(links: dict[str, Any]) -> None:
+        links["config"]["values"]["model"].update(dim=2**20, ffn_dim=2**22, heads=2**14, layers=96)
+
+    restate(model, grow)
+    done = reproduce(model, "--whole")
+    assert done.code == 69
+    assert "GiB are free" in done.text
+
+
+def test_world_that_is_too_large_for_this_machine_is_refused(project, model):
+    def grow(links: dict[str, Any]) -> None:
+        for launch in links["launches"]["launches"]:
+            launch["world_size"] = 10**6
+
+    restate(model, grow)
+    done = reproduce(model, "--whole")
+    assert done.code == 69
+    assert "1,000,000 ranks" in done.text
+
+
+def test_steps_that_do_not_end_are_stopped(project, honest, exported):
+    done = reproduce(exported, f"--checkpoints={honest.folder}", "--minutes=0.0001")
+    assert done.code == 69
+    assert "did not end within 0.0001 minutes" in done.text
+    assert not Path("certificate.json").exists()
+
+
+# --- what a tired person types ----------------------------------------------------------------------
+
+
+def test_missing_tokens_say_which_option_gives_the_texts(project, honest, exported):
+    Path("config/config.yaml").unlink()
+    done = reproduce(exported, f"--checkpoints={honest.folder}")
+    assert done.code == 78
+    assert "--data TEXTS" in done.text
+
+
+def test_missing_checkpoints_say_what_helps(project, exported):
+    done = reproduce(exported)
+    assert done.code == 65
+    assert "none of the 3 parts" in done.text
+    assert "--checkpoints RUN" in done.text and "--whole" in done.text
+
+
+def test_corrupt_checkpoint_is_named(project, honest, exported, tmp_path):
+    run = honest.copy(tmp_path / "corrupt")
+    [tensors] = (run.paths.checkpoints / "step-00000008").glob("__0_0.distcp")
+    data = bytearray(tensors.read_bytes())
+    data[100] ^= 1
+    tensors.write_bytes(data)
+    done = reproduce(exported, f"--checkpoints={run.folder}")
+    assert done.code == 65
+    assert "step-00000008 is corrupt: __0_0.distcp has digest" in done.text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--intervals=0",), "--intervals is 0"),
+        (("--minutes=0",), "--minutes is 0"),
+        (("--minutes=nan",), "--minutes is nan"),
+        (("--code=.",), "no checkout of Forge"),
+        (("--checkpoints=nowhere",), "nowhere does not exist"),
+        (("--to=MODEL/certificate.json",), "is in the directory that is certified"),
+        (("--to=nowhere/certificate.json",), "cannot be written"),
+        (("--to=config/config.yaml",), "is there, and is no certificate"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_is_trained(project, model, words, said):
+    done = reproduce(model, *(word.replace("MODEL", str(model)) for word in words))
+    assert done.code == 78
+    assert said in done.text
+    assert "fix" in done.text or "does not exist" in done.text or "minutes" in done.text
+
+
+def test_directory_of_a_run_is_not_taken_for_an_export(project, honest):
+    done = reproduce(honest.folder)
+    assert done.code == 78
+    assert "name the directory that `forge export` has made" in done.text

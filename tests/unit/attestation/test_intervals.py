@@ -1,0 +1,113 @@
+"""Which steps count as checked must not be more than what was trained again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.manifests import manifest_of
+
+from forge.attestation.intervals import Interval, coverage, drawn
+from forge.attestation.verify import VerificationError
+from forge.core.files import digest_file
+from forge.core.paths import RunPaths, checkpoint_name
+
+SAVED = (10, 20, 30, 40)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    """It has a checkpoint at each of SAVED, without files."""
+    paths = RunPaths(tmp_path / "run")
+    for step in SAVED:
+        folder = paths.checkpoints / checkpoint_name(step)
+        folder.mkdir(parents=True)
+        manifest_of(step).write(folder)
+    return paths
+
+
+def links_of(run: RunPaths, exported: int = 40, **parents: Any) -> dict[str, dict[str, Any]]:
+    saved = [{"step": step, "blake3": digest_of(run, step)} for step in SAVED]
+    return {
+        "export": {"step": exported},
+        "checkpoints": {"saved": saved},
+        "parents": {"checkpoint": None, "weights": None, **parents},
+        "config": {"values": {"model": {}}},
+    }
+
+
+def digest_of(run: RunPaths, step: int) -> str:
+    return digest_file(run.checkpoints / checkpoint_name(step) / "checkpoint.json")
+
+
+def ends(intervals: Any) -> list[tuple[int, int]]:
+    return [(one.first, one.last) for one in intervals]
+
+
+def test_run_with_all_checkpoints_is_covered_from_its_first_step(run):
+    covers = coverage(links_of(run), [run])
+    assert ends(covers.intervals) == [(0, 10), (10, 20), (20, 30), (30, 40)]
+    assert covers.intervals[0].begin is None and covers.intervals[1].begin.step == 10
+    assert covers.steps == 40 and covers.exported.step == 40
+    assert [covers.chance(draws) for draws in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+
+
+def test_checkpoint_of_another_digest_or_of_a_later_step_is_none_of_the_run(run):
+    links = links_of(run, exported=30)
+    manifest_of(20, decay_steps=7).write(run.checkpoints / checkpoint_name(20))
+    covers = coverage(links, [run])
+    assert ends(covers.intervals) == [(0, 10), (10, 30)]
+    assert covers.parts_in(covers.intervals) == 3
+
+
+def test_missing_last_checkpoint_counts_as_unchecked(run):
+    links = links_of(run)
+    (run.checkpoints / checkpoint_name(40) / "checkpoint.json").unlink()
+    covers = coverage(links, [run])
+    assert covers.exported is None
+    assert covers.parts_in(covers.intervals) == 3
+    assert covers.chance(3) == 0.75
+
+
+@pytest.mark.parametrize(
+    "parents",
+    [{"checkpoint": {"run": "base", "step": 0, "digest": "0"}}, {"weights": {"id": "x"}}],
+    ids=["another run", "weights"],
+)
+def test_steps_after_a_start_from_elsewhere_count_as_unchecked(run, parents):
+    covers = coverage(links_of(run, **parents), [run])
+    assert not covers.can_start
+    assert ends(covers.intervals) == [(10, 20), (20, 30), (30, 40)]
+    assert covers.chance(3) == 0.75
+
+
+def test_steps_of_the_parent_are_none_of_the_run(run):
+    parent = {"run": "base", "step": 20, "digest": "0"}
+    covers = coverage(links_of(run, checkpoint=parent), [run])
+    assert (covers.first, covers.saved, covers.steps) == (20, (30, 40), 20)
+    assert ends(covers.intervals) == [(30, 40)]
+
+
+def test_statement_whose_export_is_before_its_start_is_refused(run):
+    parent = {"run": "base", "step": 50, "digest": "0"}
+    with pytest.raises(VerificationError, match="between steps 50 and 40"):
+        coverage(links_of(run, checkpoint=parent), [run])
+
+
+def test_draw_depends_on_the_seed_alone_and_is_sorted_by_step():
+    intervals = [Interval(step, step + 1, None, None) for step in range(100)]
+    first = drawn(intervals, 5, seed=1)
+    assert drawn(intervals[::-1], 5, seed=1) == first == sorted(first, key=lambda one: one.first)
+    assert drawn(intervals, 5, seed=2) != first
+    assert len(drawn(intervals[:3], 5, seed=1)) == 3
+    counts = [
+        sum(ends([i])[0] in ends(drawn(intervals, 5, s)) for s in range(400)) for i in intervals
+    ]
+    assert min(counts) > 3 and max(counts) < 50  # 20 on average
+
+
+def test_draw_is_the_documented_one():
+    """As docs/statement.md has it: by SHA-256 of `SEED FIRST LAST`."""
+    intervals = [Interval(0, 50, None, None), Interval(50, 100, None, None)]
+    assert ends(drawn(intervals, 1, seed=0)) == [(0, 50)]
