@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 from forge.attestation.certificate import TrainedAgain
 from forge.attestation.intervals import Interval
@@ -12,6 +13,7 @@ from forge.attestation.verify import Links, part
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Code, Lineage
 
+MOST_PACKAGES = 5  # with their versions, in one sentence
 # Where bits may differ. docs/reproducibility.md has what was measured: other kernels and numbers of ranks
 # stay a hundred times below it, one step at 1.1 times its learning rate is ten times above it.
 TOLERANCE = {"weights": 1e-3, "loss": 1e-3}
@@ -88,13 +90,28 @@ def differences(links: Links, now: Lineage) -> Iterator[str]:
     """What differs from the code and the environment of the statement, as far as it has them."""
     yield from code_differences(links, now.code)
     environment = links["environment"]
-    versions = environment.get("versions")
+    versions, packages = environment.get("versions"), environment.get("packages")
     ours = now.versions.to_json()
     for name, version in sorted(versions.items()) if isinstance(versions, dict) else ():
         if version != ours.get(name):
             yield _differs(name, version, ours.get(name))
+    if isinstance(packages, dict):
+        yield from _other_packages(packages, now.packages or {}, known=ours)
     if environment.get("cpu") != now.hardware.cpu:
         yield _differs("CPU", environment.get("cpu"), now.hardware.cpu)
+
+
+def _other_packages(
+    stated: dict[str, Any], ours: dict[str, str], *, known: dict[str, Any]
+) -> Iterator[str]:
+    """One sentence for all packages of other versions, or on one side only. known: those that have a
+    sentence of their own."""
+    names = sorted((stated.keys() | ours.keys()) - known.keys(), key=str.lower)
+    other = [name for name in names if stated.get(name) != ours.get(name)]
+    if other:
+        shown = "; ".join(_differs(n, stated.get(n), ours.get(n)) for n in other[:MOST_PACKAGES])
+        more = len(other) - MOST_PACKAGES
+        yield f"other packages: {shown}" + (f"; and {more} more" if more > 0 else "")
 
 
 def code_differences(links: Links, here: Code) -> Iterator[str]:

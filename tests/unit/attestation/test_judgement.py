@@ -90,3 +90,14 @@ def test_without_a_checkpoint_only_the_stated_weights_will_do(tmp_path):
     made, interval = checkpoint(tmp_path / "made", **OTHER_CPU), Interval(0, 9, None, None)
     assert judged(interval, made, "w" * 64, LINKS).outcome == "bitwise"
     assert judged(interval, made, "0" * 64, LINKS).outcome == "other"
+
+
+def test_other_packages_are_named_in_one_note_and_those_beyond_five_counted():
+    stated = dict.fromkeys(("a", "b", "c", "d", "e", "f", "numpy", "torch"), "1")
+    code = lineage_of(CONFIG).code.to_json()
+    environment = {"versions": {"torch": "2.13.0"}, "packages": stated, "cpu": "Example 9000"}
+    links: Any = {"code": {"forge": code}, "environment": environment}
+    packages = {**dict.fromkeys("bcdef", "2"), "numpy": "1", "torch": "2.13.0"}
+    [note] = judgement.differences(links, lineage_of(CONFIG, packages=packages))
+    assert note.startswith("other packages: a 1 then, none here; b 1 then, 2 here;")
+    assert note.endswith("; and 1 more") and "torch" not in note
