@@ -1,0 +1,110 @@
+"""Goodput under preemption: the same events hit each contender, which keeps one program training.
+
+python -m bench.storm [--contender NAME ...] [--seeds 3] [--minutes 20]
+brings up the test cluster, so needs root and Slurm. Each (contender, seed) is one raw file in --results;
+a rerun makes only those that are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from bench.storm import raw, trace
+from bench.storm.contender import QUICK, Contender, Layout
+from bench.storm.contenders.naive import Naive
+from bench.storm.strike import Storm
+from forge.core.errors import ForgeError
+from tools.slurm_cluster.cluster import base_folder, why_not
+from tools.slurm_cluster.machines import ClusterError
+from tools.slurm_cluster.settings import Settings, default_partitions
+from tools.slurm_cluster.temporary import temporary_cluster
+
+CONTENDERS: dict[str, type[Contender]] = {kind.name: kind for kind in (Naive,)}
+
+
+def main() -> None:
+    options = parser().parse_args()
+    try:
+        run(options)
+    except (ForgeError, ClusterError) as err:
+        sys.exit(str(err))
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m bench.storm",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "--contender",
+        action="append",
+        choices=CONTENDERS,
+        metavar="NAME",
+        help="once or more: " + " · ".join(f"{k}: {c.what}" for k, c in CONTENDERS.items()),
+    )
+    made.add_argument("--seeds", type=_count, default=3, help="storms of each contender (3)")
+    made.add_argument("--minutes", type=_positive, default=20.0, help="length of a storm (20)")
+    made.add_argument("--mean-sec", type=_positive, default=120.0, help="between events (120)")
+    made.add_argument(
+        "--shape", type=_positive, default=1.0, help="of Weibull: 1 Poisson, 0.6 bursts"
+    )
+    made.add_argument("--from-sacct", type=Path, metavar="FILE", help="events of a site's history")
+    made.add_argument("--results", type=Path, default=raw.FOLDER, help="folder of raw files")
+    made.add_argument("--quick", action="store_true", help="one short storm, two nodes")
+    return made
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of storms; 1 or more")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def run(options: argparse.Namespace) -> None:
+    """Make the raw files that are missing."""
+    if reason := why_not():
+        print(f"skipped: {reason}")
+        return
+    layout = QUICK if options.quick else Layout()
+    names = options.contender or list(CONTENDERS)
+    print(f"assumed shares of events: {trace.shares_text()}", flush=True)
+    for seed in range(1, options.seeds + 1):
+        for name in names:
+            path = raw.file_of(options.results, name, seed)
+            if path.exists():
+                print(f"{path} is there already", flush=True)
+                continue
+            events = trace.drawn(seed, options.minutes, options.mean_sec, options.shape)
+            print(f"\n{name}, {events.source}: {len(events.events)} events", flush=True)
+            one_storm(CONTENDERS[name], layout, events, options.minutes, seed).write(path)
+
+
+def one_storm(
+    kind: type[Contender], layout: Layout, events: trace.Trace, minutes: float, seed: int
+) -> raw.Raw:
+    """A storm on a cluster of its own: what one contender breaks does not reach the next."""
+    settings = Settings(
+        nodes=layout.nodes + layout.spare_nodes,
+        partitions=default_partitions(grace_sec=layout.grace_sec),
+    )
+    with temporary_cluster(base_folder(), f"storm-{os.getpid()}", settings) as cluster:
+        contender = kind(cluster, cluster.folder / "scratch" / kind.name, layout)
+        return Storm(contender, events, minutes, lambda text: print(text, flush=True)).run(seed)
+
+
+if __name__ == "__main__":
+    main()
