@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import psutil
 
-from bench.storm import record
+from bench.storm import environments, record
 from bench.storm.raw import Steps
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import ClusterError
@@ -57,6 +57,10 @@ class Contender(ABC):
     """Whether its program is the paced one, so that its steps compare with those of the others."""
     packages: ClassVar[tuple[str, ...]] = ("torch",)
     """Whose versions are recorded."""
+    environment: ClassVar[str] = ""
+    """Of bench.storm.environments; "": that of Forge."""
+    file: ClassVar[Path] = PACED
+    """The program of a rank."""
 
     def __init__(self, cluster: Cluster, folder: Path, layout: Layout) -> None:
         self.cluster, self.folder, self.layout = cluster, folder, layout
@@ -77,9 +81,11 @@ class Contender(ABC):
     @classmethod
     def why_not(cls) -> str | None:
         """Why it cannot run on this machine, for the table; None if it can."""
-        return None
+        return environments.why_not(cls.environment) if cls.environment else None
 
     def versions(self) -> dict[str, str]:
+        if self.environment:
+            return environments.versions(self.environment)
         return {package: version(package) for package in self.packages}
 
     def prepare(self) -> None:
@@ -105,11 +111,16 @@ class Contender(ABC):
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess):
                 words = [word for word in process.cmdline()[1:] if word != "-u"]
-                # Not a launcher, which has the same words behind others.
-                is_rank = words[:1] == [str(PACED)] and f"--folder={self.folder}" in words
-                if is_rank and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append((int(process.environ().get("RANK", 0)), process.pid, process))
+                if self.is_rank(words) and process.status() != psutil.STATUS_ZOMBIE:
+                    own = process.environ()
+                    rank = int(own.get("RANK") or own.get("SLURM_PROCID") or "0")
+                    found.append((rank, process.pid, process))
         return [process for *_, process in sorted(found)]
+
+    def is_rank(self, words: list[str]) -> bool:
+        """Whether Python was started with these words as a rank of this contender."""
+        # Not a launcher, which has the same words behind others.
+        return words[:1] == [str(self.file)] and f"--folder={self.folder}" in words
 
     @property
     def step_log(self) -> Path:
@@ -119,6 +130,10 @@ class Contender(ABC):
     def launches(self, begin: float) -> list[Steps]:
         """The steps of each launch, read after the storm. begin: of it, in seconds since the epoch."""
         return record.launches(self.step_log, self.layout.nodes, begin)
+
+    def samples(self, begin: float) -> list[tuple[float, int]]:
+        """(time, new distinct samples), of a program whose steps may lose samples; else empty."""
+        return []
 
     @property
     def checkpoints(self) -> Path:
@@ -145,17 +160,19 @@ class Contender(ABC):
         with contextlib.suppress(ClusterError):
             self.cluster.run("scancel", self.job)
 
-    def program(self, *options: str, python: str = "") -> str:
-        """The shell line of a rank; the launcher comes before it. python: "" behind torchrun, which
-        starts the Python itself."""
+    def program(self, *more: str, python: str = "") -> str:
+        """The shell line of a rank; the launcher comes before it. more: options. python: "" behind
+        torchrun, which starts the Python itself."""
+        return shlex.join([*filter(None, [python]), str(self.file), *self.options(), *more])
+
+    def options(self) -> list[str]:
+        """Those of the paced program."""
         own = self.layout
-        words = [
-            *filter(None, [python]),
-            *(str(PACED), f"--folder={self.folder}"),
+        return [
+            f"--folder={self.folder}",
             *(f"--step-sec={own.step_sec:g}", f"--save-every-sec={own.save_every_sec:g}"),
             *(f"--mib={own.mib}", f"--timeout-sec={own.peer_timeout_sec:g}"),
         ]
-        return shlex.join([*words, *options])
 
 
 class SbatchContender(Contender):

@@ -55,6 +55,20 @@ def _launch(name: str, lines: list[dict[str, object]], right: list[str], begin: 
     )
 
 
+def distinct_samples(step_log: Path, begin: float) -> list[tuple[float, int]]:
+    """(time, samples not trained on before) of each line of a program whose steps may lose samples. One
+    that a restart took back and nobody repeated still counts: in favor of the contender."""
+    seen: set[int] = set()
+    found = []
+    for line in json_lines.read(step_log):
+        samples = line.get("samples")
+        new = set(samples if isinstance(samples, list) else ()) - seen
+        seen |= new
+        if new:
+            found.append((_since(line, begin), len(new)))
+    return found
+
+
 def _number(line: dict[str, object]) -> int:
     return int(str(line.get("step", 0)))
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bench.storm import record
+from bench.storm.chain import SAMPLES_PER_RANK
 from bench.storm.contender import Contender
 from bench.storm.raw import Raw, Strike
 from bench.storm.trace import KINDS, Trace
@@ -178,6 +179,8 @@ class Storm:
             trace=self.trace,
             strikes=self.strikes,
             launches=contender.launches(self._begin),
+            samples=contender.samples(self._begin),
+            samples_per_step=layout.nodes * SAMPLES_PER_RANK,
             allocations=record.allocations(contender.cluster, self.jobs, self._begin),
             hands=self.hands,
             versions=contender.versions(),
