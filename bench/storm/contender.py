@@ -53,8 +53,12 @@ class Contender(ABC):
     """In names of raw files and on the command line."""
     what: ClassVar[str]
     """For the table: what a person uses, in a few words."""
+    script_name: ClassVar[str] = PACED.name
+    """Of the program that ranks run; they get --folder=FOLDER."""
     is_ranked: ClassVar[bool] = True
     """Whether its program is the paced one, so that its steps compare with those of the others."""
+    is_struck: ClassVar[bool] = True
+    """Whether the events of the trace hit it."""
     packages: ClassVar[tuple[str, ...]] = ("torch",)
     """Whose versions are recorded."""
 
@@ -106,7 +110,8 @@ class Contender(ABC):
             with contextlib.suppress(psutil.NoSuchProcess):
                 words = [word for word in process.cmdline()[1:] if word != "-u"]
                 # Not a launcher, which has the same words behind others.
-                is_rank = words[:1] == [str(PACED)] and f"--folder={self.folder}" in words
+                is_rank = bool(words) and Path(words[0]).name == self.script_name
+                is_rank = is_rank and f"--folder={self.folder}" in words
                 if is_rank and process.status() != psutil.STATUS_ZOMBIE:
                     found.append((int(process.environ().get("RANK", 0)), process.pid, process))
         return [process for *_, process in sorted(found)]
@@ -145,17 +150,18 @@ class Contender(ABC):
         with contextlib.suppress(ClusterError):
             self.cluster.run("scancel", self.job)
 
-    def program(self, *options: str, python: str = "") -> str:
-        """The shell line of a rank; the launcher comes before it. python: "" behind torchrun, which
-        starts the Python itself."""
+    def options(self) -> list[str]:
+        """Those of the paced program that are the same for every contender."""
         own = self.layout
-        words = [
-            *filter(None, [python]),
-            *(str(PACED), f"--folder={self.folder}"),
+        return [
+            f"--folder={self.folder}",
             *(f"--step-sec={own.step_sec:g}", f"--save-every-sec={own.save_every_sec:g}"),
             *(f"--mib={own.mib}", f"--timeout-sec={own.peer_timeout_sec:g}"),
         ]
-        return shlex.join([*words, *options])
+
+    def program(self, *more: str) -> str:
+        """The program and its options as words of a shell; a launcher or a Python comes before them."""
+        return shlex.join([str(PACED), *self.options(), *more])
 
 
 class SbatchContender(Contender):

@@ -68,7 +68,7 @@ class Trace(BaseModel):
             found = cls.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as err:
             raise DataError(
-                f"{path} is no trace of a storm: {str(err).splitlines()[0]}",
+                f"{path} is no trace of a storm: {why(err)}",
                 fix="write one with: python -m bench.storm --print-trace > trace.json",
             ) from None
         if unknown := {event.kind for event in found.events} - KINDS.keys():
@@ -135,6 +135,15 @@ def _ends(path: Path) -> Iterator[tuple[float, str]]:
                 yield datetime.fromisoformat(cells[end]).timestamp(), kind
             except ValueError:
                 raise DataError(f"{path}: End is {cells[end]!r}, which is no time") from None
+
+
+def why(err: OSError | ValidationError) -> str:
+    """The first thing that is wrong with a file."""
+    if isinstance(err, OSError):
+        return err.strerror or str(err)
+    first = err.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else first["msg"]
 
 
 def within(trace: Trace, minutes: float) -> Trace:
