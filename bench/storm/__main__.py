@@ -12,7 +12,7 @@ import os
 import sys
 from pathlib import Path
 
-from bench.storm import raw, trace
+from bench.storm import raw, table, trace
 from bench.storm.contender import QUICK, Contender, Layout
 from bench.storm.contenders.forge import ForgeProgram, ForgeTrainer
 from bench.storm.contenders.naive import Naive, NaiveRequeue, Undisturbed
@@ -104,6 +104,7 @@ def run(options: argparse.Namespace) -> None:
                 events = trace.Trace(source="no events", events=())
             print(f"\n{name}, {events.source}: {len(events.events)} events", flush=True)
             one_storm(CONTENDERS[name], layout, events, options.minutes, seed).write(path)
+    print(f"\n{table.page(raw.read_all(options.results))}", end="")
 
 
 def trace_of(options: argparse.Namespace, seed: int) -> trace.Trace:

@@ -145,20 +145,20 @@ def per_node_hour(raws: Sequence[Raw]) -> float:
 
 def gaps(raw: Raw) -> list[Gap]:
     """For each event that landed while the run trained, the longest time between two useful steps that
-    began before the next event. An event that hit a run which did not train has none: the time counts
-    for the event before."""
+    began before the next event. An event that landed while the run did not train has none: that time
+    counts for the event before."""
     times = [at for at, _ in useful_steps(raw)]
-    marks = [0.0, *times]
-    ends = [*times, wall(raw)]
-    spans = list(zip(marks, ends, strict=True))
+    spans = list(zip([0.0, *times], [*times, wall(raw)], strict=True))
     strikes = landed(raw)
-    found = []
+    found: list[Gap] = []
+    taken = (0.0, 0.0)  # the span of the event before
     for number, strike in enumerate(strikes):
         until = strikes[number + 1].at if number + 1 < len(strikes) else wall(raw)
-        own = [(b - a, a, b) for a, b in spans if strike.at - raw.step_sec <= a < until]
-        if own:
-            seconds, begin, end = max(own)
-            found.append(Gap(strike.kind, seconds, _again(raw, begin, end), end < wall(raw)))
+        own = [span for span in spans if span[1] > strike.at and span[0] < until]
+        if own and taken not in own:
+            begin, end = taken = max(own, key=lambda span: span[1] - span[0])
+            again = _again(raw, begin, end)
+            found.append(Gap(strike.kind, end - begin, again, end < wall(raw)))
     return found
 
 

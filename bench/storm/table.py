@@ -19,6 +19,7 @@ PAGE = Path(__file__).parents[2] / "docs/storm.md"
 BEGIN, END = "<!-- measured -->\n", "<!-- /measured -->\n"
 FORECAST_SEC = 300.0  # between two events, for which the model is asked
 NONE = "–"
+FORGE = "forge"  # whose ETTR is compared with that of the others
 
 
 def page(raws: Sequence[Raw]) -> str:
@@ -69,10 +70,15 @@ def _name(own: Sequence[Raw]) -> str:
 
 
 def _goodput(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
-    """ETTR of each contender, with 95 % by bootstrap over the times between events."""
+    """ETTR of each contender, with 95 % by bootstrap over the times between events, and how many times as
+    much Forge trains around the same program."""
     rows = []
-    for own in of.values():
-        cycles = [cycle for one in own for cycle in score.cycles(one)]
+    cycles_of = {
+        name: [cycle for one in own for cycle in score.cycles(one)] for name, own in of.items()
+    }
+    best = score.ettr(cycles_of.get(FORGE, ()))
+    for name, own in of.items():
+        cycles = cycles_of[name]
         landed = sum(len(score.landed(one)) for one in own)
         missed = sum(len(one.strikes) for one in own) - landed
         again = sum(gap.steps_again for one in own for gap in score.gaps(one))
@@ -81,9 +87,13 @@ def _goodput(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
             low, high = score.interval(cycles, without_queue=without_queue)
             middle = score.ettr(cycles, without_queue=without_queue)
             cells.append(f"{middle:.3f} ({low:.3f} to {high:.3f}, n={len(cycles)})")
-        rows.append([*cells, f"{score.per_node_hour(own):.3f}", str(again)])
+        own_ettr = score.ettr(cycles)
+        is_compared = best and own_ettr and own[0].is_ranked
+        ratio = f"{best / own_ettr:.2f}" if is_compared else NONE
+        rows.append([*cells, f"{score.per_node_hour(own):.3f}", str(again), ratio])
     head = ["contender", "storms", "events: landed, missed", "ETTR", "ETTR without Slurm's queue"]
-    yield from _rows([*head, "useful share of allocated node-hours", "steps again"], rows)
+    more = ["useful share of allocated node-hours", "steps again", "forge / this one"]
+    yield from _rows([*head, *more], rows)
 
 
 def _wrong(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -81,16 +83,31 @@ class Trace(BaseModel):
 
 def drawn(seed: int, minutes: float, mean_sec: float, shape: float = 1.0) -> Trace:
     """Distances by Weibull with this shape and mean (1: exponential, so a Poisson process; 0.6: bursts);
-    kinds by their shares. Equal arguments give equal traces."""
+    kinds by their shares, in random order. Equal arguments give equal traces."""
     chance = random.Random(f"{seed} {shape:g}")
     scale = mean_sec / math.gamma(1 + 1 / shape)
-    kinds, shares = list(KINDS), [kind.share for kind in KINDS.values()]
-    events, at = [], 0.0
+    times, at = [], 0.0
     while (at := at + chance.weibullvariate(scale, shape)) < 60 * minutes:
-        [kind] = chance.choices(kinds, shares)
-        events.append(Planned(at=round(at, 1), kind=kind))
+        times.append(round(at, 1))
+    kinds = _kinds(len(times), chance)
     law = "Poisson" if shape == 1 else f"Weibull, shape {shape:g}"
-    return Trace(source=f"{law}, mean {mean_sec:g} s, seed {seed}", events=tuple(events))
+    return Trace(
+        source=f"{law}, mean {mean_sec:g} s, seed {seed}",
+        events=tuple(Planned(at=at, kind=kind) for at, kind in zip(times, kinds, strict=True)),
+    )
+
+
+def _kinds(count: int, chance: random.Random) -> list[str]:
+    """Each kind as often as its share says, up to one. Drawn one by one, a kind of one in ten would be
+    missing in every third storm of ten events."""
+    names, ends = list(KINDS), list(accumulate(kind.share for kind in KINDS.values()))
+    first = chance.random()
+    found = [
+        names[min(bisect(ends, (first + number) / count), len(names) - 1)]
+        for number in range(count)
+    ]
+    chance.shuffle(found)
+    return found
 
 
 def replayed(path: Path, mean_sec: float) -> Trace:

@@ -28,7 +28,7 @@ class NaiveRequeue(Naive):
     the job."""
 
     name = "naive-requeue"
-    what = "the same, and `|| scontrol requeue` behind it"
+    what = "the same, and `scontrol requeue` where it fails"
 
     def script(self) -> str:
         return super().script().rstrip() + ' || scontrol requeue "$SLURM_JOB_ID"\n'
