@@ -12,9 +12,10 @@ import os
 import sys
 from pathlib import Path
 
-from bench.storm import raw, trace
+from bench.storm import raw, table, trace
 from bench.storm.contender import QUICK, Contender, Layout
-from bench.storm.contenders.naive import Naive
+from bench.storm.contenders.forge import ForgeProgram, ForgeTrainer
+from bench.storm.contenders.naive import Naive, NaiveRequeue, Undisturbed
 from bench.storm.strike import Storm
 from forge.core.errors import ForgeError
 from tools.slurm_cluster.cluster import base_folder, why_not
@@ -22,7 +23,9 @@ from tools.slurm_cluster.machines import ClusterError
 from tools.slurm_cluster.settings import Settings, default_partitions
 from tools.slurm_cluster.temporary import temporary_cluster
 
-CONTENDERS: dict[str, type[Contender]] = {kind.name: kind for kind in (Naive,)}
+CONTENDERS: dict[str, type[Contender]] = {
+    kind.name: kind for kind in (Undisturbed, Naive, NaiveRequeue, ForgeProgram, ForgeTrainer)
+}
 
 
 def main() -> None:
@@ -52,6 +55,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--shape", type=_positive, default=1.0, help="of Weibull: 1 Poisson, 0.6 bursts"
     )
+    made.add_argument("--trace", type=Path, metavar="FILE", help="these events, not drawn ones")
+    made.add_argument("--print-trace", action="store_true", help="of seed 1, as JSON, and end")
     made.add_argument("--from-sacct", type=Path, metavar="FILE", help="events of a site's history")
     made.add_argument("--results", type=Path, default=raw.FOLDER, help="folder of raw files")
     made.add_argument("--quick", action="store_true", help="one short storm, two nodes")
@@ -76,6 +81,9 @@ def _positive(text: str) -> float:
 
 def run(options: argparse.Namespace) -> None:
     """Make the raw files that are missing."""
+    if options.print_trace:
+        print(trace_of(options, 1).model_dump_json(indent=1))
+        return
     if reason := why_not():
         print(f"skipped: {reason}")
         return
@@ -88,9 +96,25 @@ def run(options: argparse.Namespace) -> None:
             if path.exists():
                 print(f"{path} is there already", flush=True)
                 continue
-            events = trace.drawn(seed, options.minutes, options.mean_sec, options.shape)
+            if reason := CONTENDERS[name].why_not():
+                print(f"{name} does not run here: {reason}", flush=True)
+                continue
+            events = trace_of(options, seed)
+            if not CONTENDERS[name].is_struck:
+                events = trace.Trace(source="no events", events=())
             print(f"\n{name}, {events.source}: {len(events.events)} events", flush=True)
             one_storm(CONTENDERS[name], layout, events, options.minutes, seed).write(path)
+    print(f"\n{table.page(raw.read_all(options.results))}", end="")
+
+
+def trace_of(options: argparse.Namespace, seed: int) -> trace.Trace:
+    """The events of a seed; of a file or of a site's history, which all seeds share. Raises DataError."""
+    if options.trace:
+        return trace.within(trace.Trace.read(options.trace), options.minutes)
+    if options.from_sacct:
+        replayed = trace.replayed(options.from_sacct, options.mean_sec)
+        return trace.within(replayed, options.minutes)
+    return trace.drawn(seed, options.minutes, options.mean_sec, options.shape)
 
 
 def one_storm(

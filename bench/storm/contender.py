@@ -53,14 +53,16 @@ class Contender(ABC):
     """In names of raw files and on the command line."""
     what: ClassVar[str]
     """For the table: what a person uses, in a few words."""
+    script_name: ClassVar[str] = PACED.name
+    """Of the program that ranks run; they get --folder=FOLDER."""
     is_ranked: ClassVar[bool] = True
     """Whether its program is the paced one, so that its steps compare with those of the others."""
+    is_struck: ClassVar[bool] = True
+    """Whether the events of the trace hit it."""
     packages: ClassVar[tuple[str, ...]] = ("torch",)
     """Whose versions are recorded."""
     environment: ClassVar[str] = ""
     """Of bench.storm.environments; "": that of Forge."""
-    file: ClassVar[Path] = PACED
-    """The program of a rank."""
 
     def __init__(self, cluster: Cluster, folder: Path, layout: Layout) -> None:
         self.cluster, self.folder, self.layout = cluster, folder, layout
@@ -120,7 +122,8 @@ class Contender(ABC):
     def is_rank(self, words: list[str]) -> bool:
         """Whether Python was started with these words as a rank of this contender."""
         # Not a launcher, which has the same words behind others.
-        return words[:1] == [str(self.file)] and f"--folder={self.folder}" in words
+        is_script = bool(words) and Path(words[0]).name == self.script_name
+        return is_script and f"--folder={self.folder}" in words
 
     @property
     def step_log(self) -> Path:
@@ -160,19 +163,22 @@ class Contender(ABC):
         with contextlib.suppress(ClusterError):
             self.cluster.run("scancel", self.job)
 
-    def program(self, *more: str, python: str = "") -> str:
-        """The shell line of a rank; the launcher comes before it. more: options. python: "" behind
-        torchrun, which starts the Python itself."""
-        return shlex.join([*filter(None, [python]), str(self.file), *self.options(), *more])
-
     def options(self) -> list[str]:
-        """Those of the paced program."""
+        """Those of the paced program that are the same for every contender."""
         own = self.layout
         return [
             f"--folder={self.folder}",
             *(f"--step-sec={own.step_sec:g}", f"--save-every-sec={own.save_every_sec:g}"),
             *(f"--mib={own.mib}", f"--timeout-sec={own.peer_timeout_sec:g}"),
         ]
+
+    @property
+    def script_path(self) -> Path:
+        return PACED.with_name(self.script_name)
+
+    def program(self, *more: str) -> str:
+        """The program and its options as words of a shell; a launcher or a Python comes before them."""
+        return shlex.join([str(self.script_path), *self.options(), *more])
 
 
 class SbatchContender(Contender):

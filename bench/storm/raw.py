@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from bench.storm.trace import Trace
+from bench.storm.trace import Trace, why
 from forge.core.errors import DataError
 from forge.core.files import atomic_open
 
@@ -98,7 +98,7 @@ class Raw(Seen):
             return cls.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as err:
             raise DataError(
-                f"{path} is no raw file of a storm: {str(err).splitlines()[0]}",
+                f"{path} is no raw file of a storm: {why(err)}",
                 fix=f"remove {os.fspath(path)} and measure again: python -m bench.storm",
             ) from None
 

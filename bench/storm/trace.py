@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import accumulate
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -68,7 +70,7 @@ class Trace(BaseModel):
             found = cls.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as err:
             raise DataError(
-                f"{path} is no trace of a storm: {str(err).splitlines()[0]}",
+                f"{path} is no trace of a storm: {why(err)}",
                 fix="write one with: python -m bench.storm --print-trace > trace.json",
             ) from None
         if unknown := {event.kind for event in found.events} - KINDS.keys():
@@ -81,16 +83,31 @@ class Trace(BaseModel):
 
 def drawn(seed: int, minutes: float, mean_sec: float, shape: float = 1.0) -> Trace:
     """Distances by Weibull with this shape and mean (1: exponential, so a Poisson process; 0.6: bursts);
-    kinds by their shares. Equal arguments give equal traces."""
+    kinds by their shares, in random order. Equal arguments give equal traces."""
     chance = random.Random(f"{seed} {shape:g}")
     scale = mean_sec / math.gamma(1 + 1 / shape)
-    kinds, shares = list(KINDS), [kind.share for kind in KINDS.values()]
-    events, at = [], 0.0
+    times, at = [], 0.0
     while (at := at + chance.weibullvariate(scale, shape)) < 60 * minutes:
-        [kind] = chance.choices(kinds, shares)
-        events.append(Planned(at=round(at, 1), kind=kind))
+        times.append(round(at, 1))
+    kinds = _kinds(len(times), chance)
     law = "Poisson" if shape == 1 else f"Weibull, shape {shape:g}"
-    return Trace(source=f"{law}, mean {mean_sec:g} s, seed {seed}", events=tuple(events))
+    return Trace(
+        source=f"{law}, mean {mean_sec:g} s, seed {seed}",
+        events=tuple(Planned(at=at, kind=kind) for at, kind in zip(times, kinds, strict=True)),
+    )
+
+
+def _kinds(count: int, chance: random.Random) -> list[str]:
+    """Each kind as often as its share says, up to one. Drawn one by one, a kind of one in ten would be
+    missing in every third storm of ten events."""
+    names, ends = list(KINDS), list(accumulate(kind.share for kind in KINDS.values()))
+    first = chance.random()
+    found = [
+        names[min(bisect(ends, (first + number) / count), len(names) - 1)]
+        for number in range(count)
+    ]
+    chance.shuffle(found)
+    return found
 
 
 def replayed(path: Path, mean_sec: float) -> Trace:
@@ -135,6 +152,15 @@ def _ends(path: Path) -> Iterator[tuple[float, str]]:
                 yield datetime.fromisoformat(cells[end]).timestamp(), kind
             except ValueError:
                 raise DataError(f"{path}: End is {cells[end]!r}, which is no time") from None
+
+
+def why(err: OSError | ValidationError) -> str:
+    """The first thing that is wrong with a file."""
+    if isinstance(err, OSError):
+        return err.strerror or str(err)
+    first = err.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else first["msg"]
 
 
 def within(trace: Trace, minutes: float) -> Trace:
