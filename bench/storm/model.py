@@ -46,19 +46,23 @@ class Fit:
         return ettr(between_events=between_events, **asdict(self))
 
 
-def fit(raws: Sequence[Raw]) -> Fit | None:
-    """Of these storms; None without an event that interrupted training.
+def fit(raws: Sequence[Raw], *, without_queue: bool = False) -> Fit | None:
+    """Of these storms; None without an event after which the run trained again.
 
     An event is saved where no step was trained again. R is the mean time without a useful step of saved
     events, without the steps trained again of the others where none is; D what the others lack more
-    than half an interval.
+    than half an interval. without_queue: the time in Slurm's queue is no part of either.
     """
     found = [(gap, raw.step_sec) for raw in raws for gap in gaps(raw) if gap.is_over]
     if not found:
         return None
     interval = raws[0].save_every_sec
-    saved = [gap.seconds for gap, _ in found if not gap.steps_again]
-    unsaved = [(gap.seconds, gap.steps_again * sec) for gap, sec in found if gap.steps_again]
+    lost = [
+        (gap.seconds - (gap.queued if without_queue else 0.0), gap.steps_again * sec)
+        for gap, sec in found
+    ]
+    saved = [seconds for seconds, again in lost if not again]
+    unsaved = [(seconds, again) for seconds, again in lost if again]
     if saved:
         restart = statistics.mean(saved)
     else:

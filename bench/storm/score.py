@@ -11,6 +11,7 @@ import numpy as np
 from bench.storm.raw import Raw, Strike
 
 DRAWS = 10_000  # of the bootstrap
+OUTAGE_STEPS = 4  # a longer time without a useful step is no slow step
 CHECKPOINTS_BEFORE_ZERO = 2  # a start from zero is wrong when so many should have been there
 
 
@@ -25,11 +26,12 @@ class Cycle:
 
 @dataclass(frozen=True)
 class Gap:
-    """The time without a useful step after an event. steps_again: that were trained twice. is_over: False
-    where the storm ended first, so that it is a lower bound."""
+    """The time without a useful step after an event. queued: of it, in Slurm's queue. steps_again: that
+    were trained twice. is_over: False where the storm ended first, so that it is a lower bound."""
 
     kind: str
     seconds: float
+    queued: float
     steps_again: int
     is_over: bool = True
 
@@ -106,7 +108,7 @@ def cycles(raw: Raw) -> list[Cycle]:
         Cycle(
             wall=end - begin,
             useful=raw.step_sec * sum(n for at, n in steps if begin < at <= end),
-            queued=sum(max(0.0, min(end, b) - max(begin, a)) for a, b in queued),
+            queued=overlap(queued, begin, end),
         )
         for begin, end in pairwise(marks)
     ]
@@ -144,22 +146,30 @@ def per_node_hour(raws: Sequence[Raw]) -> float:
 
 
 def gaps(raw: Raw) -> list[Gap]:
-    """For each event that landed while the run trained, the longest time between two useful steps that
-    began before the next event. An event that landed while the run did not train has none: that time
-    counts for the event before."""
+    """For each event that landed, the longest time between two useful steps that began before the next
+    event. An event that landed while the run did not train, and that stopped it no second time, has none:
+    that time counts for the event before."""
     times = [at for at, _ in useful_steps(raw)]
     spans = list(zip([0.0, *times], [*times, wall(raw)], strict=True))
-    strikes = landed(raw)
+    strikes, queued = landed(raw), queue_times(raw)
     found: list[Gap] = []
     taken = (0.0, 0.0)  # the span of the event before
     for number, strike in enumerate(strikes):
         until = strikes[number + 1].at if number + 1 < len(strikes) else wall(raw)
         own = [span for span in spans if span[1] > strike.at and span[0] < until]
-        if own and taken not in own:
-            begin, end = taken = max(own, key=lambda span: span[1] - span[0])
+        others = [span for span in own if span != taken]
+        begin, end = max(others, key=lambda span: span[1] - span[0], default=(0.0, 0.0))
+        if len(others) == len(own) or end - begin > OUTAGE_STEPS * raw.step_sec:
+            taken = begin, end
+            waited = overlap(queued, begin, end)
             again = _again(raw, begin, end)
-            found.append(Gap(strike.kind, end - begin, again, end < wall(raw)))
+            found.append(Gap(strike.kind, end - begin, waited, again, end < wall(raw)))
     return found
+
+
+def overlap(spans: Sequence[tuple[float, float]], begin: float, end: float) -> float:
+    """How much of the time from begin to end the spans cover, which do not overlap one another."""
+    return sum(max(0.0, min(end, b) - max(begin, a)) for a, b in spans)
 
 
 def _again(raw: Raw, begin: float, end: float) -> int:

@@ -147,9 +147,13 @@ def _model(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
             cells += [f"{forecast:.3f}", f"{measured:.3f}", f"{100 * (forecast - measured):+.1f}"]
         else:
             cells += [NONE] * 3
-        rows.append([*cells, f"{fit.ettr(FORECAST_SEC):.3f}"])
+        inside = model.fit(others or own, without_queue=True)
+        assert inside is not None  # there is an event
+        rows.append([*cells, *(f"{one.ettr(FORECAST_SEC):.3f}" for one in (fit, inside))])
     head = ["model", "S, s", "R, s", "D, s", "p", "last seed: forecast", "measured"]
-    yield from _rows([*head, "apart, points", "one event in 5 minutes"], rows)
+    yield from _rows(
+        [*head, "apart, points", "one event in 5 minutes", "the same without Slurm's queue"], rows
+    )
 
 
 def renewed(text: str, table: str) -> str:

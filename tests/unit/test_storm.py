@@ -257,6 +257,29 @@ def test_gap_belongs_to_the_event_that_began_it() -> None:
     assert [(gap.kind, gap.seconds) for gap in score.gaps(one)] == [("preemption", 41)]
 
 
+def test_event_that_stops_a_run_again_before_its_next_useful_step_has_a_gap_of_its_own() -> None:
+    one = storm_of(
+        steps(0, 0, 30),
+        steps(20, 40, 25),  # useful from 51 to 65: steps 31 to 45
+        steps(45, 80, 20),
+        strikes=[struck(30, "power-cut"), struck(45, "time-limit")],
+    )
+    assert [(gap.kind, gap.seconds) for gap in score.gaps(one)] == [
+        ("power-cut", 21),
+        ("time-limit", 16),
+    ]
+
+
+def test_time_of_a_gap_in_the_queue_is_known_and_left_out_of_the_fit_of_an_allocation() -> None:
+    waits = [allocation(-9, -5, 35), allocation(35, 47, None)]
+    launches = (steps(0, 0, 30), steps(30, 50, 50))
+    one = storm_of(*launches, strikes=[struck(30)], allocations=waits)
+    [gap] = score.gaps(one)
+    assert (gap.seconds, gap.queued) == (21, 12)
+    fits = [model.fit([one], without_queue=without) for without in (False, True)]
+    assert [fit.restart for fit in fits if fit] == [21, 9]
+
+
 def test_gap_at_whose_end_the_storm_was_over_says_so() -> None:
     [gap] = score.gaps(storm_of(steps(0, 0, 30), strikes=[struck(30)]))
     assert (gap.seconds, gap.is_over) == (70, False)
