@@ -69,6 +69,12 @@ def _name(own: Sequence[Raw]) -> str:
     return f"{own[0].contender}: {own[0].what}" + ("" if own[0].is_ranked else " (not ranked)")
 
 
+def _loses_samples(own: Sequence[Raw]) -> bool:
+    """Whether it is scored by distinct samples: its steps are no chain, and one that lacks samples is no
+    gap, so that what other figures count cannot be counted of it."""
+    return any(one.samples for one in own)
+
+
 def _goodput(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
     """ETTR of each contender, with 95 % by bootstrap over the times between events, and how many times as
     much Forge trains around the same program."""
@@ -90,7 +96,8 @@ def _goodput(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
         own_ettr = score.ettr(cycles)
         is_compared = best and own_ettr and own[0].is_ranked
         ratio = f"{best / own_ettr:.2f}" if is_compared else NONE
-        rows.append([*cells, f"{score.per_node_hour(own):.3f}", str(again), ratio])
+        repeated = NONE if _loses_samples(own) else str(again)
+        rows.append([*cells, f"{score.per_node_hour(own):.3f}", repeated, ratio])
     head = ["contender", "storms", "events: landed, missed", "ETTR", "ETTR without Slurm's queue"]
     more = ["useful share of allocated node-hours", "steps again", "forge / this one"]
     yield from _rows([*head, *more], rows)
@@ -101,7 +108,10 @@ def _wrong(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
     for own in of.values():
         sum_of = reduce(lambda a, b: a + b, map(score.wrong, own), Wrong())
         counts = (sum_of.from_zero, sum_of.wrong_steps, sum_of.corrupt, sum_of.hands)
-        rows.append([own[0].contender, *map(str, counts)])
+        cells = [str(count) for count in counts]
+        if _loses_samples(own):
+            cells[:-1] = [NONE] * len(cells[:-1])
+        rows.append([own[0].contender, *cells])
     head = ["wrong outcomes", "started from zero", "steps lost or twice"]
     yield from _rows([*head, "corrupt checkpoint resumed", "a person was needed"], rows)
 
@@ -134,6 +144,8 @@ def _model(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
     """The model, fitted on all seeds but the last, beside the last one."""
     rows = []
     for own in of.values():
+        if _loses_samples(own):
+            continue
         *others, last = sorted(own, key=lambda one: one.seed)
         fit = model.fit(others or own)
         if fit is None:

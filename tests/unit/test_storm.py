@@ -364,3 +364,20 @@ def test_page_has_the_tables_of_the_raw_files_beside_it() -> None:
     """To renew them: python -m bench.storm.table --write"""
     text = table.PAGE.read_text()
     assert table.renewed(text, table.page(raw.read_all(raw.FOLDER))) == text
+
+
+def test_tables_leave_out_what_cannot_be_counted_of_a_contender_that_loses_samples() -> None:
+    """A gap of 10 s after the event, of both."""
+    times = [at for at in range(1, 100) if not 30 < at < 40]
+    samples = {"samples": [(at, 8) for at in times], "samples_per_step": 8}
+    lossy = storm_of(contender="lossy", strikes=[struck(30)], **samples)
+    launches = steps(0, 0, 30), steps(30, 39, 60)
+    chained = storm_of(*launches, contender="chained", strikes=[struck(30)])
+    lines = table.page([lossy, chained]).splitlines()
+    assert {"| lossy | – | – | – | 0 |", "| chained | 0 | 0 | 0 | 0 |"} <= {*lines}
+    of = {
+        name: [line for line in lines if line.startswith(f"| {name}")]
+        for name in ("lossy", "chained")
+    }
+    # Goodput, outcomes, seconds; the model, too.
+    assert {name: len(found) for name, found in of.items()} == {"lossy": 3, "chained": 4}
