@@ -16,6 +16,12 @@ from bench.storm import raw, table, trace
 from bench.storm.contender import QUICK, Contender, Layout
 from bench.storm.contenders.forge import ForgeProgram, ForgeTrainer
 from bench.storm.contenders.naive import Naive, NaiveRequeue, Undisturbed
+from bench.storm.contenders.nvrx import Nvrx
+from bench.storm.contenders.published import Foreground, Trap
+from bench.storm.contenders.snakemake import Rule
+from bench.storm.contenders.submitit import Submitit
+from bench.storm.contenders.torchft import Torchft
+from bench.storm.contenders.trainer import JitTrainer
 from bench.storm.strike import Storm
 from forge.core.errors import ForgeError
 from tools.slurm_cluster.cluster import base_folder, why_not
@@ -23,8 +29,10 @@ from tools.slurm_cluster.machines import ClusterError
 from tools.slurm_cluster.settings import Settings, default_partitions
 from tools.slurm_cluster.temporary import temporary_cluster
 
+OF_FORGE = (ForgeProgram, ForgeTrainer)
+OF_OTHERS = (Nvrx, Torchft, Submitit, Rule, Foreground, Trap, JitTrainer)
 CONTENDERS: dict[str, type[Contender]] = {
-    kind.name: kind for kind in (Undisturbed, Naive, NaiveRequeue, ForgeProgram, ForgeTrainer)
+    kind.name: kind for kind in (Undisturbed, Naive, NaiveRequeue, *OF_FORGE, *OF_OTHERS)
 }
 
 

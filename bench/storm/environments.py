@@ -1,7 +1,7 @@
 """Python environments of contenders: packages that Forge does not need, their versions and place.
 
 python -m bench.storm.environments [NAME ...]
-installs those that are missing, by pip, from the index that it finds by itself (some 800 MB each).
+installs those that are missing, by pip, from the index that it finds by itself (some 1 GB each).
 """
 
 from __future__ import annotations
