@@ -14,8 +14,8 @@ launch=(torchrun --nnodes=$SLURM_NNODES --nproc-per-node=1 --max-restarts=3
 
 class Foreground(SbatchContender):
     """The recipe of the Illinois campus cluster: a signal for the batch shell two minutes before the end,
-    and a program that saves when it is asked, in the shell's foreground. The shell ends on the signal,
-    and no process hands it on."""
+    and a program that saves when it is asked, in the shell's foreground. The shell ends on the signal and
+    hands it to no process: ranks save at the SIGTERM that ends the job, which has failed by then."""
 
     name = "foreground"
     what = (
