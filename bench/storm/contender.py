@@ -6,6 +6,7 @@ import contextlib
 import shlex
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -124,6 +125,10 @@ class Contender(ABC):
     def launches(self, begin: float) -> list[Steps]:
         """The steps of each launch, read after the storm. begin: of it, in seconds since the epoch."""
         return record.launches(self.step_log, self.layout.nodes, begin)
+
+    def pace(self, launches: Sequence[Steps]) -> tuple[float, float]:
+        """Seconds of an undisturbed step, and of steps between two checkpoints."""
+        return self.layout.step_sec, self.layout.save_every_sec
 
     @property
     def checkpoints(self) -> Path:

@@ -166,18 +166,20 @@ class Storm:
 
     def _raw(self, seed: int) -> Raw:
         contender, layout = self.contender, self.contender.layout
+        launches = contender.launches(self._begin)
+        step_sec, save_every_sec = contender.pace(launches)
         return Raw(
             contender=contender.name,
             what=contender.what,
             is_ranked=contender.is_ranked,
             seed=seed,
             minutes=self.minutes,
-            step_sec=layout.step_sec,
-            save_every_sec=layout.save_every_sec,
+            step_sec=step_sec,
+            save_every_sec=save_every_sec,
             num_nodes=layout.nodes,
             trace=self.trace,
             strikes=self.strikes,
-            launches=contender.launches(self._begin),
+            launches=launches,
             allocations=record.allocations(contender.cluster, self.jobs, self._begin),
             hands=self.hands,
             versions=contender.versions(),

@@ -46,7 +46,7 @@ def _order(raws: Sequence[Raw]) -> list[str]:
 def _conditions(raws: Sequence[Raw]) -> Iterator[str]:
     """What the tables below are true of."""
     loads = [load for one in raws for load in one.loads]
-    first = raws[0]
+    first = next((one for one in raws if one.is_ranked), raws[0])
     sources = sorted({one.trace.source for one in raws if one.trace.events})
     versions = sorted({f"{k} {v}" for one in raws for k, v in one.versions.items()})
     yield (
@@ -150,6 +150,8 @@ def _model(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
         inside = model.fit(others or own, without_queue=True)
         assert inside is not None  # there is an event
         rows.append([*cells, *(f"{one.ettr(FORECAST_SEC):.3f}" for one in (fit, inside))])
+    if not rows:
+        return
     head = ["model", "S, s", "R, s", "D, s", "p", "last seed: forecast", "measured"]
     yield from _rows(
         [*head, "apart, points", "one event in 5 minutes", "the same without Slurm's queue"], rows

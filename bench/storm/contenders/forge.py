@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -141,9 +143,18 @@ class ForgeTrainer(Workflow):
     name = "forge-trainer"
     what = "Forge's own trainer, not paced"
     is_ranked = False
+    SAVED_EVERY = 100  # steps
 
     def train_keys(self) -> Mapping[str, object]:
-        return {"log_every": 1, "eval_every": GOAL, "checkpoint_every": 400, "batch_size": 8}
+        # A batch that is large for the model: a raw file has the time of every step.
+        batch = {"batch_size": 16, "checkpoint_every": self.SAVED_EVERY}
+        return {"log_every": 1, "eval_every": GOAL, **batch}
+
+    def pace(self, launches: Sequence[Steps]) -> tuple[float, float]:
+        """By the median of its own steps."""
+        every = [after - before for one in launches for before, after in pairwise(one.times)]
+        step_sec = statistics.median(every) if every else self.layout.step_sec
+        return step_sec, self.SAVED_EVERY * step_sec
 
     @property
     def step_log(self) -> Path:
