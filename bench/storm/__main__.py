@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
                 events = trace.Trace(source="no events", events=())
             print(f"\n{name}, {events.source}: {len(events.events)} events", flush=True)
             one_storm(CONTENDERS[name], layout, events, options.minutes, seed).write(path)
-    print(f"\n{table.page(raw.read_all(options.results))}", end="")
+    print(f"\n{table.tables(raw.read_all(options.results))}", end="")
 
 
 def trace_of(options: argparse.Namespace, seed: int) -> trace.Trace:
