@@ -128,8 +128,10 @@ class Storm:
         for entry in list(self._repairs):
             if at_end or entry[0] <= self._now():
                 self._repairs.remove(entry)
-                with contextlib.suppress(*NO_ANSWER):
+                try:
                     entry[1]()
+                except NO_ANSWER as err:
+                    self.say(f"{self._now():7.1f} s  not repaired: {err}")
 
     # ------------------------------------------------------------------ a person
 

@@ -118,6 +118,7 @@ def test_printed_trace_can_be_read_again(
         (["--seeds", "0"], "'0' is not a number of storms; 1 or more"),
         (["--minutes", "-3"], "'-3' is not a number above 0"),
         (["--minutes", "nan"], "'nan' is not a number above 0"),
+        (["--trace", "x", "--from-sacct", "y"], "not allowed with argument --trace"),
         (["--contender", "nayve"], "invalid choice: 'nayve' (choose from 'none', 'naive'"),
     ],
 )
@@ -128,6 +129,28 @@ def test_storm_refuses_what_cannot_be(
     with pytest.raises(SystemExit):
         storm.main()
     assert said in capsys.readouterr().err
+
+
+def test_raw_file_of_another_storm_is_not_taken_for_the_one_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    path = raw.file_of(tmp_path, "one", 1)
+    one = storm_of()
+    one.write(path)
+    storm.refuse_other(path, one.trace, one.minutes)
+    for events, minutes in ((trace.drawn(1, 20, 120), one.minutes), (one.trace, 20)):
+        with pytest.raises(DataError, match=r"is of another storm: 1\.66667 minutes, by hand"):
+            storm.refuse_other(path, events, minutes)
+
+
+def test_results_that_are_a_file_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(storm, "why_not", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["storm", "--results", str(tmp_path / "file")])
+    with pytest.raises(SystemExit, match=r"file is a file\n.*name a folder"):
+        storm.main()
 
 
 # --- what is read of a run ------------------------------------------------------------------------
