@@ -27,6 +27,9 @@ from tools.slurm_cluster.machines import ClusterError
 from tools.slurm_cluster.rank_processes import rank_processes
 
 GOAL = 10**6  # steps, which no storm reaches
+# Before the time limit. As for silent peers, hours are minutes here: of 120 s, the default, all that
+# a save of a second does not need would be training that a storm of minutes lacks.
+WARN_SEC = 60
 STOP_SEC = 30  # Forge's `grace_sec`: less than the partition's grace period
 
 
@@ -62,7 +65,10 @@ class Workflow(Contender):
         )
         machine = self.project / "profiles/slurm-cpu/machine.yaml"
         values = yaml.safe_load(machine.read_text())
-        values |= {"stop_grace_sec": STOP_SEC, "fabric": {"timeout_sec": own.peer_timeout_sec}}
+        values |= {
+            **{"stop_grace_sec": STOP_SEC, "fabric": {"timeout_sec": own.peer_timeout_sec}},
+            "slurm": {"warn_sec": WARN_SEC},
+        }
         machine.write_text(yaml.safe_dump(values))
 
     def train_keys(self) -> Mapping[str, object]:
