@@ -23,8 +23,8 @@ from bench.storm.contenders.submitit import Submitit
 from bench.storm.contenders.torchft import Torchft
 from bench.storm.contenders.trainer import JitTrainer
 from bench.storm.strike import Storm
-from forge.core.errors import ForgeError
-from tools.slurm_cluster.cluster import base_folder, why_not
+from forge.core.errors import DataError, ForgeError
+from tools.slurm_cluster.cluster import REPOSITORY, base_folder, why_not
 from tools.slurm_cluster.machines import ClusterError
 from tools.slurm_cluster.settings import Settings, default_partitions
 from tools.slurm_cluster.temporary import temporary_cluster
@@ -34,6 +34,8 @@ OF_OTHERS = (Nvrx, Torchft, Submitit, Rule, Foreground, Trap, JitTrainer)
 CONTENDERS: dict[str, type[Contender]] = {
     kind.name: kind for kind in (Undisturbed, Naive, NaiveRequeue, *OF_FORGE, *OF_OTHERS)
 }
+
+QUICK_RESULTS = REPOSITORY / "build/storm-quick"
 
 
 def main() -> None:
@@ -63,11 +65,18 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--shape", type=_positive, default=1.0, help="of Weibull: 1 Poisson, 0.6 bursts"
     )
-    made.add_argument("--trace", type=Path, metavar="FILE", help="these events, not drawn ones")
     made.add_argument("--print-trace", action="store_true", help="of seed 1, as JSON, and end")
-    made.add_argument("--from-sacct", type=Path, metavar="FILE", help="events of a site's history")
-    made.add_argument("--results", type=Path, default=raw.FOLDER, help="folder of raw files")
-    made.add_argument("--quick", action="store_true", help="one short storm, two nodes")
+    others = made.add_mutually_exclusive_group()
+    others.add_argument("--trace", type=Path, metavar="FILE", help="these events, not drawn ones")
+    others.add_argument(
+        "--from-sacct", type=Path, metavar="FILE", help="events of a site's history"
+    )
+    made.add_argument(
+        "--results", type=Path, help="folder of raw files (bench/storm/results; build/storm-quick)"
+    )
+    made.add_argument(
+        "--quick", action="store_true", help="two nodes and small checkpoints, to see that it runs"
+    )
     return made
 
 
@@ -96,23 +105,40 @@ def run(options: argparse.Namespace) -> None:
         print(f"skipped: {reason}")
         return
     layout = QUICK if options.quick else Layout()
-    names = options.contender or list(CONTENDERS)
+    results = options.results or (QUICK_RESULTS if options.quick else raw.FOLDER)
+    if results.exists() and not results.is_dir():
+        raise DataError(f"--results {results} is a file", fix="name a folder, which may be new")
+    names = list(dict.fromkeys(options.contender or CONTENDERS))
     print(f"assumed shares of events: {trace.shares_text()}", flush=True)
     for seed in range(1, options.seeds + 1):
         for name in names:
-            path = raw.file_of(options.results, name, seed)
-            if path.exists():
-                print(f"{path} is there already", flush=True)
-                continue
             if reason := CONTENDERS[name].why_not():
                 print(f"{name} does not run here: {reason}", flush=True)
                 continue
             events = trace_of(options, seed)
             if not CONTENDERS[name].is_struck:
+                if seed > 1:  # all seeds are the same without events
+                    continue
                 events = trace.Trace(source="no events", events=())
+            path = raw.file_of(results, name, seed)
+            if path.exists():
+                refuse_other(path, events, options.minutes)
+                print(f"{path} is there already", flush=True)
+                continue
             print(f"\n{name}, {events.source}: {len(events.events)} events", flush=True)
             one_storm(CONTENDERS[name], layout, events, options.minutes, seed).write(path)
-    print(f"\n{table.page(raw.read_all(options.results))}", end="")
+    print(f"\n{table.tables(raw.read_all(results))}", end="")
+
+
+def refuse_other(path: Path, events: trace.Trace, minutes: float) -> None:
+    """Raises DataError for the raw file of another storm than the one that is asked for."""
+    found = raw.Raw.read(path)
+    if found.trace != events or found.minutes != minutes:
+        raise DataError(
+            f"{path} is of another storm: {found.minutes:g} minutes, {found.trace.source}; asked for are"
+            f" {minutes:g} minutes, {events.source}",
+            fix="ask for that one, or name another folder: --results FOLDER",
+        )
 
 
 def trace_of(options: argparse.Namespace, seed: int) -> trace.Trace:

@@ -6,6 +6,7 @@ import contextlib
 import shlex
 import shutil
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -137,6 +138,10 @@ class Contender(ABC):
     def samples(self, begin: float) -> list[tuple[float, int]]:
         """(time, new distinct samples), of a program whose steps may lose samples; else empty."""
         return []
+
+    def pace(self, launches: Sequence[Steps]) -> tuple[float, float]:
+        """Seconds of an undisturbed step, and of steps between two checkpoints."""
+        return self.layout.step_sec, self.layout.save_every_sec
 
     @property
     def checkpoints(self) -> Path:

@@ -11,7 +11,7 @@ import numpy as np
 from bench.storm.raw import Raw, Strike
 
 DRAWS = 10_000  # of the bootstrap
-OUTAGE_STEPS = 4  # a longer time without a useful step is no slow step
+OUTAGE_SEC = 5.0  # a longer time without a useful step is no save on a busy machine
 CHECKPOINTS_BEFORE_ZERO = 2  # a start from zero is wrong when so many should have been there
 
 
@@ -159,7 +159,7 @@ def gaps(raw: Raw) -> list[Gap]:
         own = [span for span in spans if span[1] > strike.at and span[0] < until]
         others = [span for span in own if span != taken]
         begin, end = max(others, key=lambda span: span[1] - span[0], default=(0.0, 0.0))
-        if len(others) == len(own) or end - begin > OUTAGE_STEPS * raw.step_sec:
+        if len(others) == len(own) or end - begin > OUTAGE_SEC:
             taken = begin, end
             waited = overlap(queued, begin, end)
             again = _again(raw, begin, end)

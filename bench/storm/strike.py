@@ -129,8 +129,10 @@ class Storm:
         for entry in list(self._repairs):
             if at_end or entry[0] <= self._now():
                 self._repairs.remove(entry)
-                with contextlib.suppress(*NO_ANSWER):
+                try:
                     entry[1]()
+                except NO_ANSWER as err:
+                    self.say(f"{self._now():7.1f} s  not repaired: {err}")
 
     # ------------------------------------------------------------------ a person
 
@@ -167,18 +169,20 @@ class Storm:
 
     def _raw(self, seed: int) -> Raw:
         contender, layout = self.contender, self.contender.layout
+        launches = contender.launches(self._begin)
+        step_sec, save_every_sec = contender.pace(launches)
         return Raw(
             contender=contender.name,
             what=contender.what,
             is_ranked=contender.is_ranked,
             seed=seed,
             minutes=self.minutes,
-            step_sec=layout.step_sec,
-            save_every_sec=layout.save_every_sec,
+            step_sec=step_sec,
+            save_every_sec=save_every_sec,
             num_nodes=layout.nodes,
             trace=self.trace,
             strikes=self.strikes,
-            launches=contender.launches(self._begin),
+            launches=launches,
             samples=contender.samples(self._begin),
             samples_per_step=layout.nodes * SAMPLES_PER_RANK,
             allocations=record.allocations(contender.cluster, self.jobs, self._begin),

@@ -1,4 +1,4 @@
-"""The tables of docs/storm.md, made from the raw files.
+"""The tables and the picture of docs/storm.md, made from the raw files.
 
 python -m bench.storm.table [--results FOLDER] [--write]    prints them, or renews the page
 """
@@ -12,10 +12,12 @@ from functools import reduce
 from pathlib import Path
 
 from bench.storm import model, raw, score, trace
+from bench.storm.picture import picture
 from bench.storm.raw import Raw
 from bench.storm.score import Gap, Wrong
 
 PAGE = Path(__file__).parents[2] / "docs/storm.md"
+PICTURE = PAGE.with_suffix(".svg")
 BEGIN, END = "<!-- measured -->\n", "<!-- /measured -->\n"
 FORECAST_SEC = 300.0  # between two events, for which the model is asked
 NONE = "–"
@@ -23,6 +25,13 @@ FORGE = "forge"  # whose ETTR is compared with that of the others
 
 
 def page(raws: Sequence[Raw]) -> str:
+    """What the page shows between its marks, as Markdown."""
+    if not raws:
+        return tables(raws)
+    return f"![Useful training over wall time, by contender]({PICTURE.name})\n\n{tables(raws)}"
+
+
+def tables(raws: Sequence[Raw]) -> str:
     """All tables, as Markdown."""
     if not raws:
         return "No storm has been measured yet.\n"
@@ -46,7 +55,7 @@ def _order(raws: Sequence[Raw]) -> list[str]:
 def _conditions(raws: Sequence[Raw]) -> Iterator[str]:
     """What the tables below are true of."""
     loads = [load for one in raws for load in one.loads]
-    first = raws[0]
+    first = next((one for one in raws if one.is_ranked), raws[0])
     sources = sorted({one.trace.source for one in raws if one.trace.events})
     versions = sorted({f"{k} {v}" for one in raws for k, v in one.versions.items()})
     yield (
@@ -162,6 +171,8 @@ def _model(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
         inside = model.fit(others or own, without_queue=True)
         assert inside is not None  # there is an event
         rows.append([*cells, *(f"{one.ettr(FORECAST_SEC):.3f}" for one in (fit, inside))])
+    if not rows:
+        return
     head = ["model", "S, s", "R, s", "D, s", "p", "last seed: forecast", "measured"]
     yield from _rows(
         [*head, "apart, points", "one event in 5 minutes", "the same without Slurm's queue"], rows
@@ -181,11 +192,13 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=raw.FOLDER, help="folder of raw files")
     parser.add_argument("--write", action="store_true", help="renew docs/storm.md")
     options = parser.parse_args()
-    table = page(raw.read_all(options.results))
+    raws = raw.read_all(options.results)
     if options.write:
-        PAGE.write_text(renewed(PAGE.read_text(), table))
+        PAGE.write_text(renewed(PAGE.read_text(), page(raws)))
+        if raws:
+            PICTURE.write_text(picture(raws))
     else:
-        print(table, end="")
+        print(tables(raws), end="")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ from collections import Counter
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from bench.storm import __main__ as storm
-from bench.storm import chain, model, raw, record, score, table, trace
+from bench.storm import chain, model, picture, raw, record, score, table, trace
 from bench.storm.raw import Allocation, Raw, Steps, Strike
 from bench.storm.score import Wrong
 from forge.core.errors import DataError
@@ -117,6 +118,7 @@ def test_printed_trace_can_be_read_again(
         (["--seeds", "0"], "'0' is not a number of storms; 1 or more"),
         (["--minutes", "-3"], "'-3' is not a number above 0"),
         (["--minutes", "nan"], "'nan' is not a number above 0"),
+        (["--trace", "x", "--from-sacct", "y"], "not allowed with argument --trace"),
         (["--contender", "nayve"], "invalid choice: 'nayve' (choose from 'none', 'naive'"),
     ],
 )
@@ -127,6 +129,28 @@ def test_storm_refuses_what_cannot_be(
     with pytest.raises(SystemExit):
         storm.main()
     assert said in capsys.readouterr().err
+
+
+def test_raw_file_of_another_storm_is_not_taken_for_the_one_that_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    path = raw.file_of(tmp_path, "one", 1)
+    one = storm_of()
+    one.write(path)
+    storm.refuse_other(path, one.trace, one.minutes)
+    for events, minutes in ((trace.drawn(1, 20, 120), one.minutes), (one.trace, 20)):
+        with pytest.raises(DataError, match=r"is of another storm: 1\.66667 minutes, by hand"):
+            storm.refuse_other(path, events, minutes)
+
+
+def test_results_that_are_a_file_are_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(storm, "why_not", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["storm", "--results", str(tmp_path / "file")])
+    with pytest.raises(SystemExit, match=r"file is a file\n.*name a folder"):
+        storm.main()
 
 
 # --- what is read of a run ------------------------------------------------------------------------
@@ -362,8 +386,23 @@ def test_tables_name_each_contender_best_first_and_those_that_are_not_ranked_las
 
 def test_page_has_the_tables_of_the_raw_files_beside_it() -> None:
     """To renew them: python -m bench.storm.table --write"""
-    text = table.PAGE.read_text()
-    assert table.renewed(text, table.page(raw.read_all(raw.FOLDER))) == text
+    text, raws = table.PAGE.read_text(), raw.read_all(raw.FOLDER)
+    assert table.renewed(text, table.page(raws)) == text
+    if raws:
+        assert table.PICTURE.read_text() == picture.picture(raws)
+
+
+def test_picture_has_a_line_for_each_ranked_contender_which_is_level_in_an_outage() -> None:
+    one = storm_of(steps(0, 0, 30), steps(30, 80, 20), contender="a<b")
+    drawn = ElementTree.fromstring(picture.picture([one, storm_of(is_ranked=False)]))
+    [line] = drawn.findall("{*}polyline")
+    points = [tuple(map(float, p.split(","))) for p in line.attrib["points"].split()]
+    # 30 useful seconds of 100 from 30 s on, until the first step at 81 s.
+    x_at, y_at = (lambda sec: 44 + 5.16 * sec), (lambda useful: 260 - 2.48 * useful)
+    level = [x for x, y in points if y == pytest.approx(y_at(30), abs=0.1)]
+    assert level == pytest.approx([x_at(30), x_at(81)], abs=0.1)
+    assert points[-1] == pytest.approx((x_at(100), y_at(50)), abs=0.1)
+    assert [text.text for text in drawn.findall("{*}text")][-1] == "a<b"
 
 
 def test_tables_leave_out_what_cannot_be_counted_of_a_contender_that_loses_samples() -> None:

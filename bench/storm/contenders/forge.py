@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import re
 import shutil
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ from tools.slurm_cluster.machines import ClusterError
 from tools.slurm_cluster.rank_processes import rank_processes
 
 GOAL = 10**6  # steps, which no storm reaches
+# Before the time limit. As for silent peers, hours are minutes here: of 120 s, the default, all that
+# a save of a second does not need would be training that a storm of minutes lacks.
+WARN_SEC = 60
 STOP_SEC = 30  # Forge's `grace_sec`: less than the partition's grace period
 
 
@@ -60,7 +65,10 @@ class Workflow(Contender):
         )
         machine = self.project / "profiles/slurm-cpu/machine.yaml"
         values = yaml.safe_load(machine.read_text())
-        values |= {"stop_grace_sec": STOP_SEC, "fabric": {"timeout_sec": own.peer_timeout_sec}}
+        values |= {
+            **{"stop_grace_sec": STOP_SEC, "fabric": {"timeout_sec": own.peer_timeout_sec}},
+            "slurm": {"warn_sec": WARN_SEC},
+        }
         machine.write_text(yaml.safe_dump(values))
 
     def train_keys(self) -> Mapping[str, object]:
@@ -141,9 +149,18 @@ class ForgeTrainer(Workflow):
     name = "forge-trainer"
     what = "Forge's own trainer, not paced"
     is_ranked = False
+    SAVED_EVERY = 100  # steps
 
     def train_keys(self) -> Mapping[str, object]:
-        return {"log_every": 1, "eval_every": GOAL, "checkpoint_every": 400, "batch_size": 8}
+        # A batch that is large for the model: a raw file has the time of every step.
+        batch = {"batch_size": 16, "checkpoint_every": self.SAVED_EVERY}
+        return {"log_every": 1, "eval_every": GOAL, **batch}
+
+    def pace(self, launches: Sequence[Steps]) -> tuple[float, float]:
+        """By the median of its own steps."""
+        every = [after - before for one in launches for before, after in pairwise(one.times)]
+        step_sec = statistics.median(every) if every else self.layout.step_sec
+        return step_sec, self.SAVED_EVERY * step_sec
 
     @property
     def step_log(self) -> Path:
