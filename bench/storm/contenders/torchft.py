@@ -11,15 +11,16 @@ from bench.storm.raw import Steps
 
 class Torchft(SbatchContender):
     """The lighthouse and a torchrun for each replica group of one rank, in one job, with the options of
-    its README. The job outlives a lost node (--no-kill), with one group less until its next start. Slurm
-    starts it again after a preemption; where all groups have ended, it is requeued, as by torchx, which
-    its example for Slurm uses."""
+    its README. Slurm starts the job again after a preemption and the loss of a node; where all groups
+    have ended, it is requeued, as by torchx, which its example for Slurm uses.
+
+    Not with --no-kill, by which a job outlives a lost node: of a job that has shrunk, accounting of Slurm
+    22.05 has each later start only after the next one, so its time in the queue could not be told."""
 
     name = "torchft"
     what = "torchft, a replica group on each node, `sbatch --requeue`"
     environment = "torchft"
     script_name = "torchft_paced.py"
-    sbatch_options = ("--requeue", "--no-kill")
 
     def script(self) -> str:
         lighthouse = environments.program(self.environment, "torchft_lighthouse")
@@ -27,7 +28,7 @@ class Torchft(SbatchContender):
         return f"""\
 export NUM_REPLICA_GROUPS=$SLURM_NNODES TORCHFT_LIGHTHOUSE=http://$(hostname):29510
 {lighthouse} --min_replicas 1 --quorum_tick_ms 100 --join_timeout_ms 10000 > lighthouse.log 2>&1 &
-srun --no-kill --kill-on-bad-exit=0 bash -c '
+srun --kill-on-bad-exit=0 bash -c '
   REPLICA_GROUP_ID=$SLURM_PROCID exec "$0" --master-addr=$(hostname) "$@"' {torchrun} \\
   --nnodes=1 --nproc-per-node=1 --master-port=29600 --max-restarts=100 \\
   {self.program()}
