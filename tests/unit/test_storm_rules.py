@@ -45,6 +45,8 @@ class Fake(Contender):
 
     def start(self) -> None:
         self.starts.append(self.slurm.state)
+        if len(self.starts) > 1:
+            self.slurm.state = "RUNNING"
         step = {"step": 1, "chain": next(chain.undisturbed(1))}
         lines = [{"resumed": "", "corrupt": False}, step]
         same = {"time": time.time(), "launch": str(len(self.starts)), "start": 0}
@@ -127,7 +129,7 @@ def test_job_that_has_ended_for_good_is_submitted_again_by_a_person_later(
     contender: Fake,
 ) -> None:
     contender.slurm.state = "FAILED"
-    seen = weather(contender, sec=0.5)
+    seen = weather(contender, sec=3)
     assert contender.starts == ["FAILED"] * 2
     [hand] = seen.hands
     assert hand >= 0.3
