@@ -79,7 +79,7 @@ def make(name: str) -> None:
             f"pip could not install {', '.join(PACKAGES[name])} into {folder}: "
             + "; ".join(errors[-2:] or done.stderr.splitlines()[-1:]),
             cause="no release for Python {}.{}, or no index in reach".format(*sys.version_info),
-            fix="use Python 3.11, or leave this contender out",
+            fix="let pip reach an index, with Python 3.11; or leave this contender out",
         )
     _stamp(name).write_text(_text(name))
 

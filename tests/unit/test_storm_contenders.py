@@ -99,6 +99,26 @@ def test_command_names_the_environments_where_one_is_unknown(
     assert str(stopped.value).startswith(str(known))
 
 
+def test_environment_for_which_pip_finds_no_release_does_not_count_as_installed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))  # empty
+    (folder / "submitit").mkdir()
+    stamp = folder / "submitit/packages.txt"
+    stamp.write_text("".join(f"{package}\n" for package in environments.PACKAGES["submitit"]))
+    monkeypatch.setattr(sys, "argv", ["environments", "submitit"])
+    monkeypatch.setitem(environments.PACKAGES, "submitit", ("no-such-package==1",))
+    with pytest.raises(SystemExit) as stopped:
+        environments.main()
+    said = str(stopped.value)
+    assert said.startswith(
+        f"pip could not install no-such-package==1 into {folder}/submitit: ERROR"
+    )
+    assert "Traceback" not in said
+    assert environments.why_not("submitit")
+
+
 # --- samples --------------------------------------------------------------------------------------
 
 
