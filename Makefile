@@ -5,6 +5,7 @@
 # make faults  every fault at every point of a checkpoint's way (6 minutes)
 # make labs    the programs of config/labs on a real Slurm, every event (25 minutes; root)
 # make absences   Slurm's controller away for 22 s at every moment of a run (6 minutes; root)
+# make storm   goodput under preemption, Forge beside a plain sbatch script (12 minutes; root; docs/storm.md)
 # make gpu     check Forge on the GPU of this machine, with its own PyTorch (minutes; docs/gpu.md)
 # make gpu-wheels   download the packages that such a machine without internet lacks
 # make dag     draw the workflow into build/  make bench   measure, side by side
@@ -18,7 +19,7 @@ BIN := .venv/bin
 comma := ,
 READY := .venv/ready $(patsubst %,.venv/with-%,$(subst $(comma), ,$(EXTRAS)))
 
-.PHONY: train reproduce test faults labs absences check lint types dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse gpu gpu-wheels clean
+.PHONY: train reproduce test faults labs absences storm check lint types dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse gpu gpu-wheels clean
 
 train: $(READY)
 	$(BIN)/snakemake --profile $(PROFILE) train
@@ -60,6 +61,10 @@ absences: export FORGE_ABSENCES := all
 absences: export FORGE_TEST_SLURM := required
 absences: .venv/ready
 	$(BIN)/python -m pytest tests/slurm/test_silence.py -k restarts $(PYTEST_ARGS)
+
+# Raw files stay in build/storm: a rerun measures what is missing there.
+storm: .venv/ready
+	$(BIN)/python -m bench.storm --contender naive-requeue --contender forge --seeds 1 --minutes 5 --mean-sec 60 --results build/storm
 
 check: lint types
 

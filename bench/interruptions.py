@@ -1,10 +1,10 @@
-"""Events that hit a training on the test cluster: each is done, and seen to have happened."""
+"""A run of Forge on the test cluster that faults interrupt, each until the next new step."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import yaml
 
+from bench import faults
 from bench.pipeline import make_project
 from bench.recovery_split import Seen, Split, longest_step, split
 from forge.core import events, json_lines
@@ -27,7 +28,6 @@ from tools.slurm_cluster.rank_processes import rank_processes
 
 NODES, RANKS_PER_NODE = 2, 2
 FABRIC_SEC = 20  # after which ranks notice that a peer is silent
-AWAY_SEC = 30.0  # for which slurmctld is away
 LONGEST_SEC = 240.0
 LOOK_SEC = 0.02
 
@@ -82,6 +82,15 @@ class LabRun:
         assert self.launch.job
         return self.launch.job
 
+    @property
+    def nodes(self) -> list[str]:
+        return self.launch.nodes
+
+    def node_is_back(self, name: str) -> None:
+        """The next launch may use it."""
+        self.cluster.wait_until_idle([name])
+        self.paths.bad_nodes.unlink(missing_ok=True)
+
     def wait_until_steady(self) -> None:
         """Until this launch has all of its ranks, and has saved a checkpoint by its own interval."""
 
@@ -120,110 +129,6 @@ class LabRun:
 
 # --- the events -----------------------------------------------------------------------------------
 
-# An event gets the run and its rank processes. It returns once the fault is seen to have happened, with
-# what repairs it later.
-Repair = Callable[[], None]
-Fault = Callable[[LabRun, list[psutil.Process]], Repair]
-
-
-def nothing() -> None:
-    """Nothing has to be repaired."""
-
-
-def kill_rank(run: LabRun, ranks: list[psutil.Process]) -> Repair:
-    ranks[-1].kill()
-    wait_until(lambda: _is_gone(ranks[-1]), 10, f"dead: rank process {ranks[-1].pid}")
-    return nothing
-
-
-def hang_rank(run: LabRun, ranks: list[psutil.Process]) -> Repair:
-    ranks[-1].suspend()
-    stopped = psutil.STATUS_STOPPED
-    wait_until(lambda: ranks[-1].status() == stopped, 10, f"stopped: rank process {ranks[-1].pid}")
-    return nothing
-
-
-def requeue(run: LabRun, ranks: list[psutil.Process]) -> Repair:
-    restarts = _restarts(run)
-    run.cluster.run("scontrol", "requeue", run.job)
-    wait_until(
-        lambda: _restarts(run) > restarts or _state(run) != "RUNNING", 30, "requeued", every=0.2
-    )
-    return nothing
-
-
-def preempt(run: LabRun, ranks: list[psutil.Process]) -> Repair:
-    """A job that comes first needs the nodes for two seconds."""
-    hosts = ",".join(run.launch.nodes)
-    job = run.cluster.submit(
-        *("--partition=high", "--exclusive", f"--nodes={NODES}", f"--nodelist={hosts}"),
-        *("--output=/dev/null", "--wrap=sleep 2"),
-    )
-    run.cluster.wait_for_state(job, "RUNNING COMPLETED", timeout=90)
-    return nothing
-
-
-def reach_time_limit(run: LabRun, ranks: list[psutil.Process]) -> Repair:
-    """The time limit comes so near that Slurm's signal (slurm.warn_sec: 120) is due."""
-    hours, minutes, _ = map(int, run.cluster.job(run.job)["RunTime"].split(":"))
-    _set_time_limit(run, 60 * hours + minutes + 2)
-    wait_until(lambda: events.last(run.log, events.Requeue), 120, "stopped", run.said, every=0.2)
-    return lambda: _set_time_limit(run, 50)
-
-
-def cut_power(run: LabRun, ranks: list[psutil.Process]) -> Repair:
-    name = run.launch.nodes[-1]
-    run.cluster.power_cut(name)  # returns when it has no process any more
-
-    def repair() -> None:
-        run.cluster.boot(name)
-        run.cluster.wait_until_idle([name])
-        run.paths.bad_nodes.unlink(missing_ok=True)
-
-    return repair
-
-
-def cut_cable(run: LabRun, ranks: list[psutil.Process]) -> Repair:
-    name = run.launch.nodes[-1]
-    run.cluster.cable_cut(name)
-
-    def repair() -> None:
-        run.cluster.power_cut(name)  # a reboot is quicker than the cable
-        run.cluster.boot(name)
-        run.cluster.wait_until_idle([name])
-        run.paths.bad_nodes.unlink(missing_ok=True)
-
-    return repair
-
-
-def stop_slurmctld(run: LabRun, ranks: list[psutil.Process]) -> Repair:
-    run.cluster.stop_daemon("slurmctld")  # returns when it is gone
-    end = time.monotonic() + AWAY_SEC
-
-    def repair() -> None:
-        time.sleep(max(0.0, end - time.monotonic()))
-        run.cluster.start_daemon("slurmctld")
-
-    return repair
-
-
-def _set_time_limit(run: LabRun, minutes: int) -> None:
-    run.cluster.run("scontrol", "update", f"JobId={run.job}", f"TimeLimit={minutes}")
-
-
-def _state(run: LabRun) -> str:
-    return run.cluster.job(run.job)["JobState"]
-
-
-def _restarts(run: LabRun) -> int:
-    return int(run.cluster.job(run.job)["Restarts"])
-
-
-def _is_gone(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    return True
-
 
 @dataclass(frozen=True)
 class Interruption:
@@ -231,22 +136,22 @@ class Interruption:
     `forge train` bears twice. ends_launch: the ranks do not train on."""
 
     what: str
-    fault: Fault
+    fault: faults.Fault
     is_loss: bool = False
     ends_launch: bool = True
     partition: str = "main"
 
 
 EVENTS = {
-    "killed-rank": Interruption("SIGKILL of a rank", kill_rank, is_loss=True),
-    "hung-rank": Interruption("SIGSTOP of a rank", hang_rank, is_loss=True),
-    "requeue": Interruption("scontrol requeue", requeue),
-    "preemption": Interruption("preemption, requeued by Slurm", preempt, partition="low"),
-    "time-limit": Interruption("time limit, announced by SIGUSR1", reach_time_limit),
-    "power-cut": Interruption("a node loses its power", cut_power),
-    "cable": Interruption("a node loses its network", cut_cable),
+    "killed-rank": Interruption("SIGKILL of a rank", faults.kill_rank, is_loss=True),
+    "hung-rank": Interruption("SIGSTOP of a rank", faults.hang_rank, is_loss=True),
+    "requeue": Interruption("scontrol requeue", faults.requeue),
+    "preemption": Interruption("preemption, requeued by Slurm", faults.preempt, partition="low"),
+    "time-limit": Interruption("time limit, announced by SIGUSR1", faults.reach_time_limit),
+    "power-cut": Interruption("a node loses its power", faults.cut_power),
+    "cable": Interruption("a node loses its network", faults.cut_cable),
     "slurmctld": Interruption(
-        f"slurmctld away for {AWAY_SEC:g} s", stop_slurmctld, ends_launch=False
+        f"slurmctld away for {faults.AWAY_SEC:g} s", faults.stop_slurmctld, ends_launch=False
     ),
 }
 
@@ -270,7 +175,7 @@ class Rounds:
             self._requeue_first()
         self._losses += 1
         ranks = rank_processes(run.paths.launches)
-        old, restarts = run.launch, _restarts(run)
+        old, restarts = run.launch, faults.restarts(run)
         fault_at = time.time()
         if not self.event.ends_launch:
             self.event.fault(run, ranks)()
@@ -279,7 +184,7 @@ class Rounds:
             fault = beside.submit(self.event.fault, run, ranks)
             seen = self._watch(Seen(fault_at), old, ranks, fault)
             repair = fault.result()
-        if _restarts(run) > restarts:
+        if faults.restarts(run) > restarts:
             start = datetime.fromisoformat(run.cluster.job(run.job)["StartTime"]).timestamp()
             seen = replace(seen, job_start=start)
         found = split(seen, run.log, run.lines)
@@ -289,7 +194,7 @@ class Rounds:
 
     def _requeue_first(self) -> None:
         """A new start of the job, which bears losses again. Not a round."""
-        requeue(self.run, [])
+        faults.requeue(self.run, [])
         launch = self.run.launch.launch
         wait_until(
             lambda: self.run.launch.launch != launch,
@@ -302,7 +207,11 @@ class Rounds:
         self._losses = 0
 
     def _watch(
-        self, seen: Seen, old: events.Launch, ranks: list[psutil.Process], fault: Future[Repair]
+        self,
+        seen: Seen,
+        old: events.Launch,
+        ranks: list[psutil.Process],
+        fault: Future[faults.Repair],
     ) -> Seen:
         """What is to be seen until the first new step. Raises ClusterError after LONGEST_SEC, and where
         the fault did not happen."""
@@ -315,7 +224,7 @@ class Rounds:
             now = time.time()
             if record is None and _has_failed(folder / old.launch):
                 record = now
-            if ended is None and all(map(_is_gone, ranks)):
+            if ended is None and all(map(faults.is_gone, ranks)):
                 ended, before = now, _newest(run.paths).step
             for launch in folder.glob("*/"):
                 if launch.name not in (old.launch, *processes) and _has_all_pids(launch):

@@ -1,0 +1,1 @@
+"""Goodput of training under preemption: the same events hit several ways to keep one program training."""

@@ -1,0 +1,1 @@
+"""Ways to keep a program training on Slurm: one module each."""

@@ -1,0 +1,205 @@
+"""The tables and the picture of docs/storm.md, made from the raw files.
+
+python -m bench.storm.table [--results FOLDER] [--write]    prints them, or renews the page
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from pathlib import Path
+
+from bench.storm import model, raw, score, trace
+from bench.storm.picture import picture
+from bench.storm.raw import Raw
+from bench.storm.score import Gap, Wrong
+
+PAGE = Path(__file__).parents[2] / "docs/storm.md"
+PICTURE = PAGE.with_suffix(".svg")
+BEGIN, END = "<!-- measured -->\n", "<!-- /measured -->\n"
+FORECAST_SEC = 300.0  # between two events, for which the model is asked
+NONE = "–"
+FORGE = "forge"  # whose ETTR is compared with that of the others
+
+
+def page(raws: Sequence[Raw]) -> str:
+    """What the page shows between its marks, as Markdown."""
+    if not raws:
+        return tables(raws)
+    return f"![Useful training over wall time, by contender]({PICTURE.name})\n\n{tables(raws)}"
+
+
+def tables(raws: Sequence[Raw]) -> str:
+    """All tables, as Markdown."""
+    if not raws:
+        return "No storm has been measured yet.\n"
+    of = {name: [one for one in raws if one.contender == name] for name in _order(raws)}
+    parts = [_conditions(raws), _goodput(of), _wrong(of), _by_kind(of), _model(of)]
+    return "\n".join("\n".join(part) + "\n" for part in parts)
+
+
+def _order(raws: Sequence[Raw]) -> list[str]:
+    """Ranked contenders from the best to the worst, then the others."""
+    names = {one.contender for one in raws}
+
+    def rank(name: str) -> tuple[bool, float]:
+        own = [one for one in raws if one.contender == name]
+        cycles = [cycle for one in own for cycle in score.cycles(one)]
+        return not own[0].is_ranked, -score.ettr(cycles)
+
+    return sorted(names, key=rank)
+
+
+def _conditions(raws: Sequence[Raw]) -> Iterator[str]:
+    """What the tables below are true of."""
+    loads = [load for one in raws for load in one.loads]
+    first = next((one for one in raws if one.is_ranked), raws[0])
+    sources = sorted({one.trace.source for one in raws if one.trace.events})
+    versions = sorted({f"{k} {v}" for one in raws for k, v in one.versions.items()})
+    yield (
+        f"{len(raws)} storms of {first.minutes:g} minutes; {first.num_nodes} nodes, one rank each;"
+        f" a step lasts {first.step_sec:g} s, a checkpoint every {first.save_every_sec:g} s;"
+        f" {first.cores} cores, load {min(loads, default=0):.1f} to {max(loads, default=0):.1f}."
+    )
+    yield f"Events: {'; '.join(sources) or 'none'}. Assumed shares: {trace.shares_text()}."
+    yield f"Versions: {', '.join(versions)}."
+
+
+def _rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "|---" * len(head) + "|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def _name(own: Sequence[Raw]) -> str:
+    return f"{own[0].contender}: {own[0].what}" + ("" if own[0].is_ranked else " (not ranked)")
+
+
+def _loses_samples(own: Sequence[Raw]) -> bool:
+    """Whether it is scored by distinct samples: its steps are no chain, and one that lacks samples is no
+    gap, so that what other figures count cannot be counted of it."""
+    return any(one.samples for one in own)
+
+
+def _goodput(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
+    """ETTR of each contender, with 95 % by bootstrap over the times between events, and how many times as
+    much Forge trains around the same program."""
+    rows = []
+    cycles_of = {
+        name: [cycle for one in own for cycle in score.cycles(one)] for name, own in of.items()
+    }
+    best = score.ettr(cycles_of.get(FORGE, ()))
+    for name, own in of.items():
+        cycles = cycles_of[name]
+        landed = sum(len(score.landed(one)) for one in own)
+        missed = sum(len(one.strikes) for one in own) - landed
+        again = sum(gap.steps_again for one in own for gap in score.gaps(one))
+        cells = [_name(own), str(len(own)), f"{landed}, {missed}"]
+        for without_queue in (False, True):
+            low, high = score.interval(cycles, without_queue=without_queue)
+            middle = score.ettr(cycles, without_queue=without_queue)
+            cells.append(f"{middle:.3f} ({low:.3f} to {high:.3f}, n={len(cycles)})")
+        own_ettr = score.ettr(cycles)
+        is_compared = best and own_ettr and own[0].is_ranked
+        ratio = f"{best / own_ettr:.2f}" if is_compared else NONE
+        repeated = NONE if _loses_samples(own) else str(again)
+        rows.append([*cells, f"{score.per_node_hour(own):.3f}", repeated, ratio])
+    head = ["contender", "storms", "events: landed, missed", "ETTR", "ETTR without Slurm's queue"]
+    more = ["useful share of allocated node-hours", "steps again", "forge / this one"]
+    yield from _rows([*head, *more], rows)
+
+
+def _wrong(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
+    rows = []
+    for own in of.values():
+        sum_of = reduce(lambda a, b: a + b, map(score.wrong, own), Wrong())
+        counts = (sum_of.from_zero, sum_of.wrong_steps, sum_of.corrupt, sum_of.hands)
+        cells = [str(count) for count in counts]
+        if _loses_samples(own):
+            cells[:-1] = [NONE] * len(cells[:-1])
+        rows.append([own[0].contender, *cells])
+    head = ["wrong outcomes", "started from zero", "steps lost or twice"]
+    yield from _rows([*head, "corrupt checkpoint resumed", "a person was needed"], rows)
+
+
+def _by_kind(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
+    """Seconds from an event to the next useful step, by kind."""
+    rows = []
+    for own in of.values():
+        gaps = [gap for one in own for gap in score.gaps(one)]
+        cells = [own[0].contender]
+        for kind in trace.KINDS:
+            cells.append(_spread([gap for gap in gaps if gap.kind == kind]))
+        rows.append(cells)
+    yield from _rows(
+        ["seconds without a useful step: median (least to most, n)", *trace.KINDS], rows
+    )
+
+
+def _spread(gaps: Sequence[Gap]) -> str:
+    """With the number of those at whose end the storm was over: the true time is longer."""
+    if not gaps:
+        return NONE
+    seconds = [gap.seconds for gap in gaps]
+    middle, cut = statistics.median(seconds), sum(not gap.is_over for gap in gaps)
+    of = f"{len(gaps)}, {cut} cut by the end" if cut else f"{len(gaps)}"
+    return f"{middle:.0f} ({min(seconds):.0f} to {max(seconds):.0f}, {of})"
+
+
+def _model(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
+    """The model, fitted on all seeds but the last, beside the last one."""
+    rows = []
+    for own in of.values():
+        if _loses_samples(own):
+            continue
+        *others, last = sorted(own, key=lambda one: one.seed)
+        fit = model.fit(others or own)
+        if fit is None:
+            continue
+        numbers = (fit.stall, fit.restart, fit.detection)
+        cells = [own[0].contender, *(f"{number:.1f}" for number in numbers)]
+        cells.append(f"{fit.saved_share:.2f}")
+        if others:
+            measured = score.ettr(score.cycles(last))
+            forecast = fit.ettr(model.between_events(last))
+            cells += [f"{forecast:.3f}", f"{measured:.3f}", f"{100 * (forecast - measured):+.1f}"]
+        else:
+            cells += [NONE] * 3
+        inside = model.fit(others or own, without_queue=True)
+        assert inside is not None  # there is an event
+        rows.append([*cells, *(f"{one.ettr(FORECAST_SEC):.3f}" for one in (fit, inside))])
+    if not rows:
+        return
+    head = ["model", "S, s", "R, s", "D, s", "p", "last seed: forecast", "measured"]
+    yield from _rows(
+        [*head, "apart, points", "one event in 5 minutes", "the same without Slurm's queue"], rows
+    )
+
+
+def renewed(text: str, table: str) -> str:
+    """The page with these tables between its marks."""
+    before, _, rest = text.partition(BEGIN)
+    return before + BEGIN + table + END + rest.partition(END)[2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=raw.FOLDER, help="folder of raw files")
+    parser.add_argument("--write", action="store_true", help="renew docs/storm.md")
+    options = parser.parse_args()
+    raws = raw.read_all(options.results)
+    if options.write:
+        PAGE.write_text(renewed(PAGE.read_text(), page(raws)))
+        if raws:
+            PICTURE.write_text(picture(raws))
+    else:
+        print(tables(raws), end="")
+
+
+if __name__ == "__main__":
+    main()
