@@ -87,8 +87,10 @@ def reach_time_limit(job: StruckJob, ranks: list[psutil.Process]) -> Repair:
     _set_time_limit(job.cluster, struck, _minutes(of_job["RunTime"]) + 2)
 
     def has_ended() -> bool:
-        facts = job.cluster.job(struck)
-        return int(facts["Restarts"]) > before or facts["JobState"] != "RUNNING"
+        with contextlib.suppress(ClusterError):  # another fault: slurmctld is away
+            facts = job.cluster.job(struck)
+            return int(facts["Restarts"]) > before or facts["JobState"] != "RUNNING"
+        return False
 
     # Slurm looks at time limits every 30 s, and waits for KillWait before it kills.
     wait_until(has_ended, 240, f"at its time limit: job {struck}", job.said, every=0.2)

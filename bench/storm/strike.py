@@ -2,9 +2,9 @@
 
 The same rules for every contender. The clock starts with its first step. An event hits whatever is there
 at its time: a job that waits in the queue is not hit, nor is a rank that is not there; such an event is
-missed, and so is one that is not seen to happen. Events follow one another: one that is due while another
-one has not landed yet comes after that. A job that has ended for good is submitted again HAND_SEC later,
-as by a person.
+missed, and so is one that is not seen to happen. A time limit comes within two minutes; where another
+event comes first, it is missed. A job that has ended for good is submitted again HAND_SEC later, as by a
+person.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from bench.storm import record
@@ -28,6 +29,8 @@ LOOK_SEC = 0.2
 ASK_SEC = 2.0  # between two questions to Slurm
 FIRST_STEP_SEC = 300.0
 # Of a cluster whose slurmctld is away, or of a job that has just left the queue.
+# Kinds that end a job, or its start, so that its time limit no longer comes.
+ENDING = ("preemption", "power-cut", "cable")
 NO_ANSWER = (ClusterError, KeyError, subprocess.TimeoutExpired)
 
 
@@ -44,6 +47,11 @@ class Storm:
     loads: list[float] = field(default_factory=list)
     jobs: list[str] = field(default_factory=list)
     _repairs: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+    # Events land beside each other: a contender that ignores the signal before a time limit must not be
+    # spared the events of the two minutes until its end.
+    _landing: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(8))
+    _begun: list[tuple[float, str]] = field(default_factory=list)  # (due, kind), landed or not yet
+    _struck: list[Future[None]] = field(default_factory=list)
     _ended_at: float | None = None
     _asked_at: float = 0.0
     _begin: float = 0.0  # seconds since the epoch
@@ -56,11 +64,14 @@ class Storm:
         try:
             self._wait_for_first_step()
             self._weather()
-            raw = self._raw(seed)
         finally:
-            self._repair(at_end=True)
+            self._repair(at_end=True)  # slurmctld is back, which ends jobs
             contender.end()
-        return raw
+            self._landing.shutdown()  # a time limit waits for the end of its job at most
+            self._repair(at_end=True)
+        for struck in self._struck:
+            struck.result()  # raises what no event may
+        return self._raw(seed)
 
     def _wait_for_first_step(self) -> None:
         contender = self.contender
@@ -81,7 +92,7 @@ class Storm:
                 self.loads.append(round(os.getloadavg()[0], 1))
             if due and due[0].at <= self._now():
                 event = due.pop(0)
-                self._strike(event.kind, event.at)
+                self._struck.append(self._landing.submit(self._strike, event.kind, event.at))
             self._repair()
             if time.time() - self._asked_at >= ASK_SEC:
                 self._look_after_job()
@@ -99,12 +110,16 @@ class Storm:
         try:
             missed = self._nothing_to_hit(kind)
             if not missed:
+                self._begun.append((due, kind))
                 repair = KINDS[kind].fault(self.contender, self.contender.ranks())
                 if (wait := KINDS[kind].repaired_sec) is not None:
                     self._repairs.append((at + wait, repair))
                 else:
                     repair()
-                strike = strike.model_copy(update={"landed": round(self._now(), 2)})
+                missed = self._came_first(kind, due)
+                strike = strike.model_copy(
+                    update={"landed": None if missed else round(self._now(), 2)}
+                )
         except NO_ANSWER as err:
             missed = str(err).splitlines()[0][:200]
         except (IndexError, OSError) as err:  # the rank or the node has gone meanwhile
@@ -112,6 +127,15 @@ class Storm:
         strike = strike.model_copy(update={"missed": missed})
         self.strikes.append(strike)
         self.say(f"{at:7.1f} s  {kind}" + (f": missed, {missed}" if missed else ""))
+
+    def _came_first(self, kind: str, due: float) -> str:
+        """What ended the job before its time limit did; "" where nothing, or for another kind."""
+        if kind != "time-limit":
+            return ""
+        if self._now() > 60 * self.minutes:
+            return "the end of the storm came first"
+        others = [other for its, other in self._begun if its > due and other in ENDING]
+        return f"{others[0]} came first" if others else ""
 
     def _nothing_to_hit(self, kind: str) -> str:
         """Why the event cannot hit anything now; "" where it can."""
@@ -181,7 +205,7 @@ class Storm:
             save_every_sec=save_every_sec,
             num_nodes=layout.nodes,
             trace=self.trace,
-            strikes=self.strikes,
+            strikes=sorted(self.strikes, key=lambda strike: strike.at),
             launches=launches,
             samples=contender.samples(self._begin),
             samples_per_step=layout.nodes * SAMPLES_PER_RANK,

@@ -6,6 +6,7 @@ import json
 import subprocess
 import time
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import psutil
@@ -70,7 +71,7 @@ def contender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 def weather(contender: Fake, *kinds: str, sec: float = 1.0) -> Raw:
-    events = tuple(Planned(at=0.1, kind=kind) for kind in kinds)
+    events = tuple(Planned(at=0.1 + 0.1 * n, kind=kind) for n, kind in enumerate(kinds))
     made = strike.Storm(contender, Trace(source="", events=events), sec / 60, lambda text: None)
     return made.run(seed=1)
 
@@ -112,6 +113,28 @@ def test_event_that_has_nothing_to_hit_is_missed(
     contender.slurm.state, contender.num_ranks = state, ranks
     [seen] = weather(contender, kind).strikes
     assert (seen.landed, seen.missed) == (None, missed)
+
+
+def test_time_limit_holds_no_other_event_up_and_is_missed_where_that_ends_the_job_first(
+    contender: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    preempted, limit_is_over = Event(), Event()
+
+    def limit(*_: object) -> Any:
+        assert preempted.wait(30)
+        return limit_is_over.set
+
+    def preempt(*_: object) -> Any:
+        preempted.set()
+        assert limit_is_over.wait(30)  # Slurm's answer to it comes later than the end of the job
+        return lambda: None
+
+    hits(monkeypatch, "time-limit", limit)
+    hits(monkeypatch, "preemption", preempt)
+    monkeypatch.setattr(contender, "end", preempted.set)
+    seen = {one.kind: one for one in weather(contender, "time-limit", "preemption").strikes}
+    assert seen["preemption"].landed is not None
+    assert (seen["time-limit"].landed, seen["time-limit"].missed) == (None, "preemption came first")
 
 
 def test_event_that_is_not_seen_to_happen_is_missed(
