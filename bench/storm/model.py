@@ -1,4 +1,4 @@
-"""A model of ETTR with six numbers, fitted on some storms and tested on another."""
+"""The model of ETTR (forge/core/goodput.py), fitted on some storms and tested on another."""
 
 from __future__ import annotations
 
@@ -9,27 +9,7 @@ from itertools import pairwise
 
 from bench.storm.raw import Raw
 from bench.storm.score import gaps, landed, wall
-
-
-def ettr(
-    *,
-    interval: float,
-    stall: float,
-    restart: float,
-    detection: float,
-    between_events: float,
-    saved_share: float,
-) -> float:
-    """T/(T+S) · (1 - (R + (1-p)(T/2 + D)) / M), at least 0. All but the share p in seconds.
-
-    interval T: between checkpoints; stall S: of training by a save; restart R: from the end of the old
-    ranks to the first step; detection D: of an event that nobody announces; between_events M: mean
-    distance; saved_share p: of events before which the run saves in time. First order: events that hit a
-    run while it restarts are left out.
-    """
-    unsaved = (1 - saved_share) * (interval / 2 + detection)
-    lost = (restart + unsaved) / between_events
-    return interval / (interval + stall) * max(0.0, 1 - lost)
+from forge.core.goodput import ettr
 
 
 @dataclass(frozen=True)

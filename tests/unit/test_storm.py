@@ -337,18 +337,6 @@ def test_interval_holds_the_ratio_and_is_wider_with_fewer_events() -> None:
 # --- the model ------------------------------------------------------------------------------------
 
 
-def test_model_gives_the_forecasts_of_its_plan() -> None:
-    """A restart of 25 s, one event in 5 minutes, four of five saved in time."""
-    own = model.ettr(
-        interval=30, stall=0, restart=25, detection=5, between_events=300, saved_share=0.8
-    )
-    assert own == pytest.approx(1 - (25 + 0.2 * 20) / 300)
-    assert (
-        model.ettr(interval=30, stall=0, restart=500, detection=0, between_events=9, saved_share=1)
-        == 0
-    )
-
-
 def test_model_is_fitted_from_events_that_were_saved_and_those_that_were_not() -> None:
     saved = storm_of(steps(0, 0, 30), steps(30, 50, 50), strikes=[struck(30)])
     lost = storm_of(steps(0, 0, 30), steps(20, 50, 50), strikes=[struck(30)])
