@@ -13,13 +13,13 @@ from jsonschema import Draft202012Validator
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine
-from tools.config_docs import ROOT, SCHEMAS, STATEMENT_SCHEMA, TABLES, drifted, keys_text, main
+from tools.config_docs import PREDICATES, ROOT, SCHEMAS, TABLES, drifted, keys_text, main
 
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of the generated files, to spoil."""
-    for path in (*SCHEMAS, STATEMENT_SCHEMA, *(table.file for table in TABLES)):
+    for path in (*SCHEMAS, *PREDICATES, *(table.file for table in TABLES)):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     return tmp_path
