@@ -28,9 +28,9 @@ HAND_SEC = 60.0  # until a person has seen that the job has ended; favourable, p
 LOOK_SEC = 0.2
 ASK_SEC = 2.0  # between two questions to Slurm
 FIRST_STEP_SEC = 300.0
-# Of a cluster whose slurmctld is away, or of a job that has just left the queue.
 # Kinds that end a job, or its start, so that its time limit no longer comes.
 ENDING = ("preemption", "power-cut", "cable")
+# Of a cluster whose slurmctld is away, or of a job that has just left the queue.
 NO_ANSWER = (ClusterError, KeyError, subprocess.TimeoutExpired)
 
 
@@ -86,8 +86,8 @@ class Storm:
 
     def _weather(self) -> None:
         """Until the minutes are over."""
-        due = list(self.trace.events)
-        while self._now() < 60 * self.minutes:
+        due = [event for event in self.trace.events if event.at < 60 * self.minutes]
+        while due or self._now() < 60 * self.minutes:  # a busy machine skips no event
             if len(self.loads) <= self._now() // 60:
                 self.loads.append(round(os.getloadavg()[0], 1))
             if due and due[0].at <= self._now():
@@ -132,10 +132,10 @@ class Storm:
         """What ended the job before its time limit did; "" where nothing, or for another kind."""
         if kind != "time-limit":
             return ""
-        if self._now() > 60 * self.minutes:
-            return "the end of the storm came first"
         others = [other for its, other in self._begun if its > due and other in ENDING]
-        return f"{others[0]} came first" if others else ""
+        if others:
+            return f"{others[0]} came first"
+        return "the end of the storm came first" * (self._now() > 60 * self.minutes)
 
     def _nothing_to_hit(self, kind: str) -> str:
         """Why the event cannot hit anything now; "" where it can."""

@@ -152,7 +152,7 @@ def test_job_that_has_ended_for_good_is_submitted_again_by_a_person_later(
     contender: Fake,
 ) -> None:
     contender.slurm.state = "FAILED"
-    seen = weather(contender, sec=3)
+    seen = weather(contender, sec=6)
     assert contender.starts == ["FAILED"] * 2
     [hand] = seen.hands
     assert hand >= 0.3
