@@ -77,12 +77,12 @@ def test_accounting_has_a_row_for_each_start_of_a_job(cluster: Cluster) -> None:
         found: list[str] = json.loads(cluster.run(*line, cwd=REPOSITORY).stdout)
         return found
 
-    wait_until(lambda: states() == ["RUNNING"], 30, "the job in accounting", every=0.5)
+    wait_until(lambda: states() == ["RUNNING"], 120, "the job in accounting", every=0.5)
     cluster.run("scontrol", "requeue", job)
-    wait_until(lambda: states()[:1] == ["REQUEUED"], 30, "the requeue in accounting", every=0.5)
+    wait_until(lambda: states()[:1] == ["REQUEUED"], 120, "the requeue in accounting", every=0.5)
     cluster.run("scancel", job)
     both = ["REQUEUED", "CANCELLED"]
-    wait_until(lambda: states() == both, 30, "both starts in accounting", every=0.5)
+    wait_until(lambda: states() == both, 120, "both starts in accounting", every=0.5)
 
 
 def test_account_is_left_to_edit_while_accounting_is_down(
