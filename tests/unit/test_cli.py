@@ -12,6 +12,7 @@ import pytest
 
 from forge import cli
 from forge.cli import main
+from forge.commands import of_options, run_steps
 from forge.core import terminal
 from forge.core.errors import ConfigError, DataError, Exit, ForgeError, TrainingError, UnfitError
 from forge.launch.launcher import RankFailure
@@ -37,7 +38,7 @@ def failing(monkeypatch, error):
     def action(_options):
         raise error
 
-    monkeypatch.setattr(cli, "_report", action)
+    monkeypatch.setattr(run_steps, "_report", action)
 
 
 @pytest.mark.parametrize("command", ["train", "preflight"])
@@ -63,7 +64,7 @@ def test_timeout_on_the_command_line_wins_over_the_exported_one(monkeypatch, con
     options = parser.parse_args(["preflight", config])
     for given, seconds in (({}, 7), ({"fabric.timeout_sec": 9}, 9)):
         options.machine_overrides = given
-        assert cli._load_machine(options).fabric.timeout_sec == seconds
+        assert of_options.machine_of(options).fabric.timeout_sec == seconds
 
 
 # --- exit codes -----------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def test_interrupted_subcommand_says_how_to_resume(config, monkeypatch, capsys):
 
 
 def test_subcommand_that_succeeds_gives_0(config, monkeypatch):
-    monkeypatch.setattr(cli, "_report", lambda _options: None)
+    monkeypatch.setattr(run_steps, "_report", lambda _options: None)
     assert main(["report", config]) == 0
 
 
@@ -186,7 +187,7 @@ def test_folder_that_is_not_a_run_is_refused_by_show(tmp_path, capsys):
 
 def options_of(monkeypatch, *arguments):
     seen = []
-    monkeypatch.setattr(cli, "_train", seen.append)
+    monkeypatch.setattr(run_steps, "_train", seen.append)
     assert main(["train", *arguments]) == 0
     return seen[0]
 
@@ -207,8 +208,11 @@ def test_overrides_are_read_with_and_without_equals_sign(config, monkeypatch, ar
 
 def test_overrides_reach_config_and_machine(config, monkeypatch):
     options = options_of(monkeypatch, config, "--train.lr=0.5", "--machine.fabric.gid_index=3")
-    assert (cli._load(options).run, cli._load(options).train.lr) == ("small", 0.5)
-    assert cli._load_machine(options).fabric.gid_index == 3
+    assert (of_options.config_of(options).run, of_options.config_of(options).train.lr) == (
+        "small",
+        0.5,
+    )
+    assert of_options.machine_of(options).fabric.gid_index == 3
 
 
 def test_key_that_is_true_or_false_may_stand_alone(config, monkeypatch):
@@ -219,7 +223,7 @@ def test_key_that_is_true_or_false_may_stand_alone(config, monkeypatch):
     assert options_of(monkeypatch, "--train.compile", config).overrides == {"train.compile": True}
     off = options_of(monkeypatch, config, "--train.compile", "off", "--train.seed=1")
     assert off.overrides == {"train.compile": "off", "train.seed": 1}
-    assert cli._load(off).train.compile is False
+    assert of_options.config_of(off).train.compile is False
 
 
 @pytest.mark.parametrize("key", ["train.lr", "train", "nope", "train.compile.x", "machine.stage"])
@@ -243,7 +247,7 @@ def test_override_that_fits_nothing_is_a_bad_config(config, capsys, argument, me
 
 
 def test_abbreviated_option_is_not_guessed(config, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "_train", cli._load)
+    monkeypatch.setattr(run_steps, "_train", of_options.config_of)
     assert main(["train", config, "--node=2"]) == 78
     assert "unknown key node" in capsys.readouterr().err
 
@@ -287,7 +291,8 @@ def test_reader_that_has_left_is_no_failure():
     os.close(read)
     code = (
         "from forge import cli\n"
-        "cli._report = lambda _options: print('word', flush=True)\n"
+        "from forge.commands import run_steps\n"
+        "run_steps._report = lambda _options: print('word', flush=True)\n"
         "raise SystemExit(cli.main(['report', 'x']))\n"
     )
     done = subprocess.run(

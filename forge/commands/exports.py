@@ -1,0 +1,182 @@
+"""Subcommands that hand a model on, and prove what it is."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from forge.commands.of_options import saved_run
+from forge.commands.subcommands import Subcommands, its_config_option
+
+
+def add_exports(subcommands: Subcommands) -> None:
+    """What hands a model on, and proves what it is."""
+    _export_options(
+        subcommands.logged("export", _export, "write a checkpoint as a directory that others load")
+    )
+    key = subcommands.plain("key", _key, "make a key that signs exports", keys=False)
+    key.add_argument("file", metavar="FILE", type=Path, help="private key to write; also FILE.pub")
+    _verify_options(
+        subcommands.plain(
+            "verify", _verify, "verify an export by the statement that it comes with", keys=False
+        )
+    )
+    _reproduce_options(
+        subcommands.plain(
+            "reproduce",
+            _reproduce,
+            "train parts of the run of an export again, and certify how they ended",
+            keys=False,
+        )
+    )
+
+
+def _export_options(parser: argparse.ArgumentParser) -> None:
+    its_config_option(parser)
+    option = parser.add_argument
+    option("run", metavar="RUN", help="directory or name of a run, or directory of a checkpoint")
+    option("--format", choices=("safetensors",), default="safetensors", help="file format")
+    option("--to", metavar="DIR", type=Path, help="default: export/step-… in the run's directory")
+    option(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)"
+    )
+    option("--sign", metavar="KEY", type=Path, help="sign the statement with this private key")
+
+
+def _statement_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("folder", metavar="FOLDER", type=Path, help="directory of the export")
+    option("--key", metavar="FILE", type=Path, help="public key of the author, in PEM")
+    option("--digest", metavar="SHA256", help="that the statement must have, as a paper prints it")
+
+
+def _reproduce_options(parser: argparse.ArgumentParser) -> None:
+    _statement_options(parser)
+    option = parser.add_argument
+    option(
+        "--data",
+        metavar="TEXTS",
+        help="make the tokens again from the text files in this directory (or python:stdlib;"
+        " default: the project's tokens, if they are those of the statement)",
+    )
+    option(
+        "--checkpoints",
+        metavar="RUN",
+        type=Path,
+        help="directory of the run whose checkpoints to use (default: any run of the project)",
+    )
+    option("--intervals", type=int, default=3, metavar="K", help="how many to draw (default: 3)")
+    option("--seed", type=int, metavar="N", help="of the draw (default: chosen now, and recorded)")
+    option("--whole", action="store_true", help="train all steps again instead, from the first on")
+    option(
+        "--code",
+        metavar="CHECKOUT",
+        type=Path,
+        help="train by the Forge in this directory (default: the installed one)",
+    )
+    option(
+        "--minutes",
+        type=float,
+        default=60.0,
+        metavar="M",
+        help="longest time for an interval (default: 60)",
+    )
+    option(
+        "--to",
+        metavar="FILE",
+        type=Path,
+        help="the certificate (default: FOLDER.certificate.json beside the directory)",
+    )
+    option("--sign", metavar="KEY", type=Path, help="sign the certificate with this private key")
+
+
+def _verify_options(parser: argparse.ArgumentParser) -> None:
+    _statement_options(parser)
+    option = parser.add_argument
+    option(
+        "--data",
+        metavar="TEXTS",
+        help="also make the tokens again from the text files in this directory (or python:stdlib)",
+    )
+    option(
+        "--checkpoints",
+        metavar="RUN",
+        type=Path,
+        help="also compare the checkpoints in this directory of a run with the statement",
+    )
+    option(
+        "--certificate", metavar="FILE", type=Path, help="also check this one of forge reproduce"
+    )
+    option("--certifier", metavar="FILE", type=Path, help="public key of who certifies, in PEM")
+
+
+def _export(options: argparse.Namespace) -> None:
+    from forge.checkpoint.export_folder import record_export
+    from forge.reporting.find_runs import find_runs
+
+    key = None
+    if options.sign:  # refused before anything is written
+        from forge.attestation.signing import load_key
+
+        key = load_key(options.sign)
+    (run,) = find_runs([options.run])
+    saved = saved_run(options, run, writes=not options.to)
+    folder = saved.export(options.to, options.dtype)
+    if not options.to:
+        record_export(folder)
+    _attest(folder, saved, key)
+
+
+def _attest(folder: Path, saved: Any, key: Any) -> None:
+    """Write the statement of an export, signed where there is a key."""
+    from forge.attestation.statement import write_statement
+    from forge.cluster.lock import lock
+
+    with lock(folder.parent, "export", name=f".{folder.name}.lock"):
+        write_statement(folder, saved)
+        if key:
+            from forge.attestation.signing import sign
+
+            sign(folder, key)
+
+
+def _key(options: argparse.Namespace) -> None:
+    from forge.attestation.signing import make_key
+
+    make_key(options.file)
+
+
+def _verify(options: argparse.Namespace) -> None:
+    from forge.attestation.verify_run import verify_export
+
+    verify_export(
+        options.folder,
+        options.key,
+        options.digest,
+        texts=options.data,
+        checkpoints=options.checkpoints,
+        certificate=options.certificate,
+        certifier=options.certifier,
+    )
+
+
+def _reproduce(options: argparse.Namespace) -> None:
+    from forge.attestation.reproduce import ReproduceOptions, reproduce
+
+    reproduce(
+        ReproduceOptions(
+            folder=options.folder,
+            texts=options.data,
+            checkpoints=options.checkpoints,
+            intervals=options.intervals,
+            whole=options.whole,
+            seed=options.seed,
+            code=options.code,
+            minutes=options.minutes,
+            key=options.key,
+            digest=options.digest,
+            to=options.to,
+            sign=options.sign,
+        )
+    )

@@ -1,0 +1,149 @@
+"""Subcommands that show runs and score them."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from forge.commands.of_options import config_of, use_settings
+from forge.commands.subcommands import RUNS, Subcommands, its_config_option, settings_option
+from forge.core.config import Config
+
+
+def add_views(subcommands: Subcommands) -> None:
+    """What shows runs and scores them."""
+    show = subcommands.plain("show", _show, "show status, samples and lineage of runs", keys=False)
+    show.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
+    _logs_options(
+        subcommands.plain(
+            "logs", _logs, "show the logs of ranks and launcher, errors first", keys=False
+        )
+    )
+    _status_options(
+        subcommands.plain("status", _status, "show the current state of each run", keys=False)
+    )
+    _evaluate_options(
+        subcommands.with_config(
+            "evaluate",
+            _evaluate,
+            "score checkpoints of a run by tasks of the lm-evaluation-harness",
+            "config.yaml, directory or name of a run, or directory of one of its checkpoints",
+        )
+    )
+    compare = subcommands.plain(
+        "compare", _compare, "show runs side by side: configs, losses, cost", keys=False
+    )
+    compare.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
+    compare.add_argument("--json", action="store_true", help="print JSON")
+    compare.add_argument("--html", metavar="FILE", type=Path, help="write a page instead")
+    compare.add_argument("--log", metavar="FILE", help="also append all messages to FILE")
+    sync = subcommands.plain(
+        "sync", _sync, "send to the trackers what they have not been sent", keys=False
+    )
+    sync.add_argument("runs", nargs="+", metavar="RUN", help="directories or names of runs")
+    its_config_option(sync)
+
+
+def _logs_options(parser: argparse.ArgumentParser) -> None:
+    option = parser.add_argument
+    option("run", metavar="RUN", help="a run's directory, or its name in results/")
+    option("--follow", action="store_true", help="keep printing new lines as they are written")
+    option("--rank", type=int, metavar="N", help="show the log of rank N")
+    option("--restart", metavar="N", help="show restart N, the launch of this name, or all")
+    option("--lines", type=int, default=20, metavar="N", help="lines of a log (default: 20)")
+
+
+def _status_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
+    parser.add_argument("--watch", action="store_true", help="refresh every few seconds")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _evaluate_options(parser: argparse.ArgumentParser) -> None:
+    its_config_option(parser)
+    settings_option(parser)
+    parser.add_argument(
+        "--download",
+        action="store_true",
+        help="only put the data of the tasks into the cache, on a node with internet",
+    )
+
+
+def _show(options: argparse.Namespace) -> None:
+    from forge.reporting.find_runs import find_runs
+    from forge.reporting.show import show
+
+    show(find_runs(options.runs, with_config=True))
+
+
+def _logs(options: argparse.Namespace) -> None:
+    from forge.reporting.find_runs import find_runs
+    from forge.reporting.logs import logs
+
+    (run,) = find_runs([options.run])
+    logs(
+        run,
+        rank=options.rank,
+        restart=options.restart,
+        lines=options.lines,
+        follow=options.follow,
+    )
+
+
+def _status(options: argparse.Namespace) -> None:
+    from forge.reporting.find_runs import find_runs
+    from forge.reporting.status import status
+
+    status(find_runs(options.runs), watch=options.watch, as_json=options.json)
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    from forge.evaluation.tasks import download, go_offline, refuse_missing_package
+
+    use_settings(options)
+    paths, checkpoint, config, is_ours = _to_evaluate(options)
+    refuse_missing_package(config.evaluate, options.config)
+    if options.download:
+        download(paths, config.evaluate)
+        return
+    go_offline()
+    from forge.evaluation.evaluate import evaluate_checkpoint, evaluate_run
+
+    if checkpoint:
+        evaluate_checkpoint(checkpoint, config.evaluate, config.data, is_ours=is_ours)
+    else:
+        evaluate_run(paths, config.evaluate, config.data, is_ours=is_ours)
+
+
+def _to_evaluate(options: argparse.Namespace) -> tuple[Any, Path | None, Config, bool]:
+    """Paths of the run, the checkpoint if one is named, the config, and whether the run is the user's."""
+    from forge.core.paths import RunPaths
+    from forge.reporting.find_runs import find_runs
+    from forge.reporting.trusted import directory_of, run_of, trusted
+
+    place = directory_of(options.config)
+    if place is None and Path(options.config).is_file():
+        config = config_of(options)
+        return RunPaths.of(config), None, config, True
+    place = place or find_runs([options.config])[0]
+    run = run_of(place)
+    accepted = trusted(run, options.its_config, options.overrides, "evaluate", "data")
+    checkpoint = place.root.resolve() if run is not place else None
+    return run, checkpoint, accepted.config, accepted.is_ours
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from forge.reporting.compare import compare
+    from forge.reporting.find_runs import find_runs
+
+    compare(find_runs(options.runs, with_config=True), as_json=options.json, page=options.html)
+
+
+def _sync(options: argparse.Namespace) -> None:
+    from forge.reporting.find_runs import find_runs
+    from forge.reporting.trusted import trusted
+    from forge.tracking.feed import sync
+
+    runs = find_runs(options.runs, with_config=True)
+    sync([(run, trusted(run, options.its_config, {}, "tracking").config.tracking) for run in runs])
