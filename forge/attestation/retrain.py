@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ from forge.core.config import ResolvedConfig, checked, is_free
 from forge.core.errors import DataError, Exit, ForgeError, UnfitError
 from forge.core.files import canonical, digest_bytes, disk_trouble
 from forge.core.paths import RunPaths
-from forge.core.process import stop_with_parent
+from forge.core.process import run_within
 from forge.core.records import Trained
 from forge.core.terminal import say
 from forge.core.train_settings import Train
@@ -251,28 +248,15 @@ def _end_of(
 ) -> int | None:
     """Exit status of a command; None where it did not end in time. All that it has started is stopped,
     however this ends."""
+    seconds = 60 * minutes + GRACE_SEC
     with open(log, "wb") as output:
-        child = subprocess.Popen(
-            command,
+        return run_within(
+            *(seconds, command),
             cwd=place,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=stop_with_parent,  # noqa: PLW1509  one system call
+            environment=environment,
+            output=output,
+            grace_sec=GRACE_SEC,  # its ranks stop with it
         )
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                return child.wait(60 * minutes + GRACE_SEC)
-            return None
-        finally:
-            with suppress(subprocess.TimeoutExpired):
-                child.terminate()  # its ranks stop with it
-                child.wait(GRACE_SEC)
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
 
 
 def _last_lines(log: Path) -> str:

@@ -11,11 +11,12 @@ import re
 import resource
 import signal
 import socket
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 MAX_OPEN_FILES = 65_536  # some programs close all that they may have open, one by one
@@ -205,6 +206,45 @@ _libc = ctypes.CDLL(None, use_errno=True)
 def stop_with_parent(number: int = signal.SIGTERM) -> None:
     """Ask the kernel for this signal when the parent dies, so that kill -9 leaves no orphans."""
     _libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
+
+
+def run_within(
+    seconds: float,
+    command: Sequence[str],
+    *,
+    cwd: str | Path,
+    environment: Mapping[str, str],
+    output: IO[bytes],
+    grace_sec: float = 0.0,
+) -> int | None:
+    """Exit status of a command; None where it did not end in so many seconds. However this ends, nothing
+    that it has started is left: it gets SIGTERM and grace_sec, if any, then its session is killed.
+
+    output: of both streams. A file, no pipe: a process that is left would hold it open. Raises OSError
+    where the command cannot be started.
+    """
+    child = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=stop_with_parent,  # noqa: PLW1509  one system call
+    )
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            return child.wait(seconds)
+        return None
+    finally:
+        if grace_sec:
+            with suppress(subprocess.TimeoutExpired):
+                child.terminate()
+                child.wait(grace_sec)
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def raise_open_files() -> int:

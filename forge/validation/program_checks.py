@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +17,7 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
-from forge.core.process import stop_with_parent
+from forge.core.process import run_within
 from forge.core.program_settings import Program, filled
 from forge.core.records import Check, Trained
 from forge.validation.checkpoint_checks import Checks
@@ -200,24 +197,8 @@ def _run(
 ) -> tuple[int | None, str]:
     """Exit status and output of a command; None where it did not end in time. Nothing that it has started
     is left, however this ends. Raises OSError where it cannot be started."""
-    with tempfile.TemporaryFile() as output:  # no pipe: a process that is left would hold it open
-        child = subprocess.Popen(
-            command,
-            cwd=program.source or ".",
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=stop_with_parent,  # noqa: PLW1509  one system call
-        )
-        status = None
-        try:
-            with suppress(subprocess.TimeoutExpired):
-                status = child.wait(program.validate_timeout_sec)
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+    seconds, source = program.validate_timeout_sec, program.source or "."
+    with tempfile.TemporaryFile() as output:
+        status = run_within(seconds, command, cwd=source, environment=environment, output=output)
         output.seek(max(0, output.seek(0, os.SEEK_END) - OUTPUT_BYTES))
         return status, output.read().decode(errors="replace")
