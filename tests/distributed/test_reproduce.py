@@ -15,6 +15,7 @@ from support import forked
 from support.forked import RankStart
 from support.live_run import TWO_RANKS, Run, forge
 from support.processes import Outcome
+from support.statements import make_consistent
 
 from forge import __version__ as forge_version
 from forge.attestation import retrain, verify
@@ -99,11 +100,7 @@ def restate(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     write_json(folder / "forge.json", {**facts, "config_digest": links["config"]["blake3"]})
     for subject in content["subject"]:
         subject["digest"]["sha256"] = verify.file_digest(folder / subject["name"])[0]
-    previous = ""
-    for link in content["predicate"]["chain"]:
-        link["previous"] = previous
-        previous = verify.sha256(verify.canonical(link))
-    content["predicate"]["sha256"] = verify.statement_digest(content)
+    make_consistent(content)
     write_json(folder / verify.STATEMENT, content)
 
 

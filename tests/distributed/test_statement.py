@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from support.live_run import TWO_RANKS, Run, forge
+from support.statements import make_consistent
 
 from forge.attestation import verify
 from forge.attestation.chain import Predicate
@@ -75,11 +76,7 @@ def edit(folder: Path, change: Change, *, consistently: bool = False) -> None:
     content = statement_of(folder)
     change(content)
     if consistently:
-        previous = ""
-        for link in content["predicate"]["chain"]:
-            link["previous"] = previous
-            previous = verify.sha256(verify.canonical(link))
-        content["predicate"]["sha256"] = verify.statement_digest(content)
+        make_consistent(content)
     write_json(folder / verify.STATEMENT, content)
 
 
