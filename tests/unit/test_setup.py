@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -74,6 +75,8 @@ def setup(place, *extras, **environ):
         text=True,
         check=False,
         start_new_session=True,
+        # A background job of a script ignores SIGINT, and no shell that it starts can trap that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
