@@ -533,6 +533,16 @@ def test_tokens_that_the_texts_do_not_give_are_named(export, texts):
     assert "000000000000" in outcome.text
 
 
+def test_config_that_names_other_sources_than_the_texts_is_refused(export, texts):
+    unsign(export)
+    sources = {"web": {"inputs": ["corpus/*.txt"]}}
+    change = of_link("config", lambda link: link["values"]["tokenize"].update(sources=sources))
+    edit(export, change, consistently=True)
+    outcome = forge("verify", str(export), f"--data={texts}")
+    assert outcome.code == 65
+    assert "other sources than its texts" in outcome.text
+
+
 @pytest.mark.parametrize(
     ("link", "change", "code"),
     [
