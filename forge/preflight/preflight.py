@@ -47,6 +47,9 @@ from forge.staging.stage import program_folders, stage_record
 # The nodes' own checks may take this share of the deadline of their ranks, before that begins. Where a
 # node is down they take all of it.
 NODES_SHARE = 0.5
+# After a restart, ranks of new nodes are checked together with those of so many that passed before: it
+# takes three nodes to see that one of them is slow.
+PARTNERS = 2
 # With more nodes than this without any trouble, one line stands for all of these.
 MOST_LINES = 16
 
@@ -138,11 +141,8 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
         earlier = _pass_of_earlier_start(placement, paths)
         is_warm = functools.partial(_is_unchanged, earlier.identity if earlier else None)
         findings = _inspected(config, machine, layout, placement, staged=staged, is_warm=is_warm)
-        if reason := _reason_to_skip(findings, earlier):
-            findings.ranks = [Check("ranks", "ok", f"skipped: {reason}")]
-        else:
-            prober = _prober(findings, paths, machine, staged.interpreter)
-            findings.ranks = _check_ranks(findings, prober)
+        prober = _prober(findings, paths, machine, staged.interpreter)
+        findings.ranks = _check_unproven(findings, prober, earlier, _suspects(paths))
         _write(paths, findings)
         _print_summary(findings)
         event = events.Preflight(
@@ -372,8 +372,7 @@ def _identity(
 
 
 def _pass_of_earlier_start(placement: Placement, paths: RunPaths) -> PreflightResult | None:
-    """The result of an earlier start of this job that passed with all of its nodes; None without one, and
-    where a rank failed or was lost since: the fabric may have been the reason."""
+    """The result of an earlier start of this job that passed with all of its nodes; None without one."""
     job = placement.job
     if job is None or not job.restarts:
         return None
@@ -382,12 +381,22 @@ def _pass_of_earlier_start(placement: Placement, paths: RunPaths) -> PreflightRe
         return None
     if earlier.identity.job != job.id or earlier.restart >= job.restarts:
         return None
+    return earlier
+
+
+def _suspects(paths: RunPaths) -> list[str] | None:
+    """The nodes that started no process any more when ranks were lost since the last preflight. None
+    where ranks were lost or failed otherwise: the fabric may have been the reason."""
+    found: list[str] = []
     for event in reversed(events.read(paths.events)):
         if isinstance(event, events.Preflight):
             break
-        if isinstance(event, events.Lost | events.Failed):
-            return None
-    return earlier
+        if isinstance(event, events.Failed | events.Lost):
+            silent = event.silent if isinstance(event, events.Lost) else []
+            if not silent:
+                return None
+            found += silent
+    return found
 
 
 def _is_unchanged(earlier: RanksIdentity | None, host: str, facts: NodeFacts) -> bool:
@@ -398,15 +407,45 @@ def _is_unchanged(earlier: RanksIdentity | None, host: str, facts: NodeFacts) ->
     return (earlier.boots.get(host), earlier.nodes.get(host)) == (facts.boot, facts.versions)
 
 
-def _reason_to_skip(findings: Findings, earlier: PreflightResult | None) -> str:
-    """Why the ranks need no check after this restart; "" where they need one.
+def _check_unproven(
+    findings: Findings,
+    prober: Prober,
+    earlier: PreflightResult | None,
+    suspects: Sequence[str] | None,
+) -> list[Check]:
+    """Checks of the ranks of nodes that did not pass before, together with those of some that did; of all
+    healthy nodes where those would be as many, or fail.
 
-    earlier: of `_pass_of_earlier_start`. They need none where nothing that they depend on has changed.
+    earlier, suspects: of `_pass_of_earlier_start` and `_suspects`.
     """
-    if earlier is None or findings.left_out or earlier.identity != findings.identity:
-        return ""
-    job = findings.identity.job
-    return f"the same nodes, shards and versions passed in start {earlier.restart} of job {job}"
+    everyone = findings.healthy
+    if earlier is None or suspects is None or not _is_same_launch(earlier, findings):
+        return _check_ranks(findings, prober)
+    start = f"passed in start {earlier.restart} of job {findings.identity.job}"
+    facts = {node.name: node.facts for node in findings.nodes}
+    proven = [
+        name
+        for name in everyone
+        if name not in suspects
+        and (known := facts[name])
+        and _is_unchanged(earlier.identity, name, known)
+    ]
+    if proven == everyone:
+        return [Check("ranks", "ok", f"skipped: the same nodes, shards and versions {start}")]
+    together = [name for name in everyone if name not in proven[PARTNERS:]]
+    if together != everyone:
+        ranks = prober.together(together)
+        if not records.failed_checks(ranks):
+            only = Check("ranks", "ok", f"of {', '.join(together)} only: all others {start}")
+            return [only, *ranks]
+    return _check_ranks(findings, prober)
+
+
+def _is_same_launch(earlier: PreflightResult, findings: Findings) -> bool:
+    """Whether nothing that ranks depend on has changed but the nodes, and all of these are healthy."""
+    identity = findings.identity
+    nodes = {"nodes": identity.nodes, "boots": identity.boots}
+    return not findings.left_out and earlier.identity.model_copy(update=nodes) == identity
 
 
 # --- output ---------------------------------------------------------------------------------------
@@ -437,10 +476,10 @@ def _print_summary(findings: Findings) -> None:
         say(node.line)
         _print_troubles(node.checks)
     by_name = {check.name: check for check in findings.ranks}
+    if "ranks" in by_name:
+        say(f"RANKS {by_name['ranks'].message}")
     if "all-reduce" in by_name:
         say(f"RANKS {by_name['mapping'].message}; all-reduce {by_name['all-reduce'].message}")
-    elif "ranks" in by_name:
-        say(f"RANKS {by_name['ranks'].message}")
     _print_troubles(findings.ranks)
     if findings.chosen and len(findings.nodes) > len(findings.chosen):
         out = ", ".join(findings.left_out) or "none"

@@ -155,15 +155,15 @@ class Nodes:
         self.config, self.down, self.broken = config, {}, None
         self.probed, self.restart, self.versions = [], 0, {"python": "3.11", "torch": "2.13"}
         self.has_time, self.endpoint = True, []
-        self.warm, self.boots = [], {}
+        self.warm, self.boots, self.names = [], {}, NAMES
         monkeypatch.setattr(preflight, "find_placement", lambda *_: self.placement)
         monkeypatch.setattr(compare_nodes, "inspect", self.inspect)
         monkeypatch.setattr(preflight, "Prober", lambda *_, **__: self)
 
     @property
     def placement(self):
-        job = Job("7", "RUNNING", self.restart, NAMES, 1, "main", "forge", True, None)
-        return Placement(NAMES, job)
+        job = Job("7", "RUNNING", self.restart, self.names, 1, "main", "forge", True, None)
+        return Placement(self.names, job)
 
     def inspect(self, placement, wanted, machine, *, sec, python, is_warm):
         self.warm = [name for name in NAMES if is_warm(name, self.facts(name))]
@@ -396,8 +396,42 @@ def test_ranks_are_checked_again_where_anything_may_have_changed(nodes, paths, c
     if change == "lost rank":
         events.record(paths.events, happenings.lost("rank 1 of 2 exited without a record"))
     nodes.run()
-    assert len(nodes.probed) == 2
-    assert nodes.warm == (["n1", "n3", "n4"] if change == "boot" else [])
+    several = ["n1", "n2", "n3"] if change == "boot" else list(NAMES)
+    assert nodes.probed[1:] == [several]
+    warm = {"boot": ["n1", "n3", "n4"], "lost rank": list(NAMES)}
+    assert nodes.warm == warm.get(change, [])
+
+
+@pytest.mark.parametrize("new", [NAMES[1], NAMES[3]])
+def test_new_node_is_checked_with_ranks_of_two_that_passed_before(nodes, capsys, new):
+    nodes.names = tuple(name for name in NAMES if name != new)
+    nodes.run(3)
+    nodes.names, nodes.restart = NAMES, 1
+    assert nodes.run() == list(NAMES)
+    assert nodes.probed[1:] == [["n1", *(["n2", "n3"] if new == "n2" else ["n2", "n4"])]]
+    said = capsys.readouterr().err
+    names = ", ".join(nodes.probed[1])
+    assert f"RANKS of {names} only: all others passed in start 0 of job 7" in said
+    assert "RANKS world; all-reduce 40 µs" in said
+
+
+def test_all_ranks_are_checked_where_a_new_node_fails_with_some(nodes):
+    nodes.names = NAMES[:3]
+    nodes.run(3)
+    nodes.names, nodes.restart, nodes.broken = NAMES, 1, BrokenNodes(nodes=["n4"])
+    with pytest.raises(UnfitError, match="3 of 4 nodes are healthy"):
+        nodes.run()
+    assert nodes.probed[1:] == [["n1", "n2", "n4"], list(NAMES)]
+
+
+def test_lost_node_is_checked_once_it_is_back_and_no_other_is_in_doubt(nodes, paths):
+    nodes.run()
+    lost = happenings.lost("n3 starts no process").model_copy(update={"silent": ["n3"]})
+    events.record(paths.events, lost)
+    nodes.restart = 1
+    nodes.run()
+    assert nodes.probed[1:] == [["n1", "n2", "n3"]]
+    assert nodes.warm == list(NAMES)
 
 
 def test_only_nodes_that_changed_import_torch_again_after_a_restart(nodes):
