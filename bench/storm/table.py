@@ -46,8 +46,7 @@ def _order(raws: Sequence[Raw]) -> list[str]:
 
     def rank(name: str) -> tuple[bool, float]:
         own = [one for one in raws if one.contender == name]
-        cycles = [cycle for one in own for cycle in score.cycles(one)]
-        return not own[0].is_ranked, -score.ettr(cycles)
+        return not own[0].is_ranked, -score.ettr(_cycles(own))
 
     return sorted(names, key=rank)
 
@@ -86,30 +85,39 @@ def _loses_samples(own: Sequence[Raw]) -> bool:
 
 def _goodput(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
     """ETTR of each contender, with 95 % by bootstrap over the times between events, and how many times as
-    much Forge trains around the same program."""
+    much Forge trains around the same program in the same storms."""
     rows = []
-    cycles_of = {
-        name: [cycle for one in own for cycle in score.cycles(one)] for name, own in of.items()
-    }
-    best = score.ettr(cycles_of.get(FORGE, ()))
-    for name, own in of.items():
-        cycles = cycles_of[name]
+    for own in of.values():
+        cycles = _cycles(own)
         landed = sum(len(score.landed(one)) for one in own)
         missed = sum(len(one.strikes) for one in own) - landed
         again = sum(gap.steps_again for one in own for gap in score.gaps(one))
-        cells = [_name(own), str(len(own)), f"{landed}, {missed}"]
+        seeds = ", ".join(str(one.seed) for one in own)
+        cells = [_name(own), seeds if landed + missed else NONE, f"{landed}, {missed}"]
         for without_queue in (False, True):
             low, high = score.interval(cycles, without_queue=without_queue)
             middle = score.ettr(cycles, without_queue=without_queue)
             cells.append(f"{middle:.3f} ({low:.3f} to {high:.3f}, n={len(cycles)})")
-        own_ettr = score.ettr(cycles)
-        is_compared = best and own_ettr and own[0].is_ranked
-        ratio = f"{best / own_ettr:.2f}" if is_compared else NONE
         repeated = NONE if _loses_samples(own) else str(again)
-        rows.append([*cells, f"{score.per_node_hour(own):.3f}", repeated, ratio])
-    head = ["contender", "storms", "events: landed, missed", "ETTR", "ETTR without Slurm's queue"]
-    more = ["useful share of allocated node-hours", "steps again", "forge / this one"]
+        more = [f"{score.per_node_hour(own):.3f}", repeated, _ratio(of.get(FORGE, ()), own)]
+        rows.append([*cells, *more])
+    head = ["contender", "seeds", "events: landed, missed", "ETTR", "ETTR without Slurm's queue"]
+    more = ["useful share of allocated node-hours", "steps again", "forge / this one, same seeds"]
     yield from _rows([*head, *more], rows)
+
+
+def _cycles(own: Sequence[Raw]) -> list[score.Cycle]:
+    return [cycle for one in own for cycle in score.cycles(one)]
+
+
+def _ratio(forge: Sequence[Raw], own: Sequence[Raw]) -> str:
+    """ETTR of Forge over that of another contender, of the seeds that both have; of a contender that no
+    event hits, of all."""
+    is_struck = any(one.strikes for one in own)
+    seeds = {one.seed for one in forge} & {one.seed for one in own if is_struck}
+    both = [[one for one in raws if not is_struck or one.seed in seeds] for raws in (forge, own)]
+    ours, theirs = (score.ettr(_cycles(raws)) for raws in both)
+    return f"{ours / theirs:.2f}" if ours and theirs and own[0].is_ranked else NONE
 
 
 def _wrong(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:

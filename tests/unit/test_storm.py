@@ -372,6 +372,22 @@ def test_tables_name_each_contender_best_first_and_those_that_are_not_ranked_las
     assert "a way (not ranked)" in text
 
 
+def test_ratio_to_forge_is_of_the_storms_that_both_have() -> None:
+    values = {"strikes": [struck(30)]}
+    forge = [
+        storm_of(steps(0, 0, count), contender="forge", seed=seed, **values)
+        for seed, count in ((1, 80), (2, 20))
+    ]
+    other = storm_of(steps(0, 0, 40), contender="other", **values)
+    none = storm_of(steps(0, 0, 100), contender="none")
+    text = table.tables([*forge, other, none])
+    ratios = {
+        line.split(":")[0]: line.split("|")[-2] for line in text.splitlines() if ": a way" in line
+    }
+    assert ratios == {"| none": " 0.50 ", "| forge": " 1.00 ", "| other": " 2.00 "}
+    assert "| forge: a way | 1, 2 |" in text
+
+
 def test_page_has_the_tables_of_the_raw_files_beside_it() -> None:
     """To renew them: python -m bench.storm.table --write"""
     text, raws = table.PAGE.read_text(), raw.read_all(raw.FOLDER)
