@@ -8,14 +8,22 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import tempfile
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from forge.attestation import verify
-from forge.attestation.certificate import MadeBy, Reproduction, TrainedAgain, write_certificate
+from forge.attestation.certificate import (
+    MadeBy,
+    Reproduction,
+    TrainedAgain,
+    envelope_path,
+    write_certificate,
+)
 from forge.attestation.intervals import Coverage, Interval, coverage, drawn
 from forge.attestation.judgement import TOLERANCE, code_differences, differences, judged
 from forge.attestation.retokenize import stated_ids, verify_texts
@@ -23,14 +31,16 @@ from forge.attestation.retrain import Retrainer
 from forge.attestation.verify import Links, VerificationError, printable
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Code
-from forge.core.errors import ConfigError, DataError
+from forge.core.errors import ConfigError, DataError, ForgeError
 from forge.core.files import digest_file, read_object_or_empty
 from forge.core.paths import MANIFEST, RunPaths, tokens_folder
 from forge.core.provenance import code
+from forge.core.terminal import say
 from forge.reporting.find_runs import project_folder, results_folder
 
 MOST_INTERVALS = 10_000
 MOST_MINUTES = 10**7  # of max_minutes in machine.yaml
+NOT_YET = "the command ended before"  # of an interval whose turn did not come
 
 
 @dataclass(frozen=True)
@@ -63,27 +73,53 @@ class ReproduceOptions:
 def reproduce(request: ReproduceOptions) -> None:
     """Verify an export, train parts of its run again, and write the certificate.
 
+    The certificate is renewed after each interval, so that no end of this process loses what was trained.
     Raises DataError where the export fails its verification, or is not reproduced; ConfigError for what
-    the user names; UnfitError where this machine is too small or too slow.
+    the user names; UnfitError where this machine is too small or too slow, also for one interval.
     """
     _check(request)
     key = _signing_key(request)
     try:
         verify.verify(request.folder, request.key, request.digest)
         statement = verify.read_bytes(request.folder / verify.STATEMENT)
-        with tempfile.TemporaryDirectory(prefix="forge-reproduce-") as scratch:
-            made = _reproduced(request, statement, Path(scratch))
+        with (
+            _stopped_by_sigterm(),
+            tempfile.TemporaryDirectory(prefix="forge-reproduce-") as scratch,
+        ):
+            draw = _Draw.of(request, statement, key)
+            _train_again(draw, Path(scratch))
     except VerificationError as err:
         raise DataError(f"{request.folder}: {err}") from None
-    _print_summary(made)
-    write_certificate(request.certificate, made, statement, key)
-    if made.result != "reproduced":
-        wrong = [f"steps {one.first + 1} to {one.last}" for one in made.intervals if _is_bad(one)]
-        wrong += ["the weights in the export"] * (made.export == "other")
+    _refuse_bad(draw)
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM, of Slurm or as Snakemake ends, stops the training and removes its files as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _refuse_bad(draw: _Draw) -> None:
+    """Raise what keeps the result from being `reproduced`."""
+    folder, failed = draw.request.folder, [one for one in draw.results if _is_unchecked(one)]
+    if draw.result == "not reproduced":
+        wrong = [f"steps {one.first + 1} to {one.last}" for one in draw.results if _is_bad(one)]
+        wrong += ["the weights in the export"] * (draw.export == "other")
         raise DataError(
-            f"{request.folder} is not reproduced: {', '.join(wrong)}",
+            f"{folder} is not reproduced: {', '.join(wrong)}",
             cause="made otherwise than the statement says, or by other code (the notes name it)",
             fix="where code differs, --code CHECKOUT trains by that of the statement's commit",
+        )
+    if err := draw.trouble:
+        raise type(err)(
+            f"{folder}: {len(failed)} of {len(draw.chosen)} intervals could not be trained again:"
+            f" {err.what}",
+            cause=err.cause,
+            fix=err.fix,
         )
 
 
@@ -139,49 +175,127 @@ def _signing_key(request: ReproduceOptions) -> Any:
 # --- what is trained --------------------------------------------------------------------------------
 
 
-def _reproduced(request: ReproduceOptions, statement: bytes, scratch: Path) -> Reproduction:
-    content = verify.read_statement(statement)
-    links = verify.check_chain(content)
-    if "program" in links:
-        raise VerificationError(
-            "it is of another training program, and only Forge's own trainer is run: nothing was run"
+@dataclass
+class _Draw:
+    """The intervals that were drawn, and what is known of them until now."""
+
+    request: ReproduceOptions
+    statement: bytes
+    key: Any
+    links: Links
+    covers: Coverage
+    seed: int
+    chosen: list[Interval]
+    results: list[TrainedAgain] = field(default_factory=list)
+    last: Checkpoint | None = None  # that was made
+    export: Literal["same", "other", "unchecked"] = "unchecked"
+    is_complete: bool = False  # all intervals had their turn, the export too
+    trouble: ForgeError | None = None  # the first
+
+    @classmethod
+    def of(cls, request: ReproduceOptions, statement: bytes, key: Any) -> _Draw:
+        """Raises VerificationError, and DataError where nothing can be trained again."""
+        links = verify.check_chain(verify.read_statement(statement))
+        if "program" in links:
+            raise VerificationError(
+                "it is of another training program, and only Forge's own trainer is run: nothing was run"
+            )
+        covers = coverage(links, _runs(request))
+        seed = secrets.randbits(32) if request.seed is None else request.seed
+        return cls(request, statement, key, links, covers, seed, _chosen(request, covers, seed))
+
+    def add(self, interval: Interval, trainer: Retrainer) -> None:
+        """Train an interval again. What keeps this one from that does not keep others."""
+        try:
+            made = trainer.train(interval)
+            result = judged(interval, made, trainer.weights_digest, self.links)
+        except (ForgeError, VerificationError) as err:
+            if isinstance(err, VerificationError):
+                err = DataError(str(err))
+            self.trouble = self.trouble or err
+            self.results.append(TrainedAgain.unchecked(interval, err.what.splitlines()[0]))
+        else:
+            self.last = made
+            self.results.append(result)
+
+    @property
+    def trained(self) -> list[Interval]:
+        pairs = zip(self.chosen, self.results, strict=False)  # which are fewer while it trains
+        return [interval for interval, one in pairs if not _is_unchecked(one)]
+
+    @property
+    def result(self) -> Literal["reproduced", "not reproduced", "incomplete"]:
+        """One difference outweighs all that could not be checked."""
+        if self.export == "other" or any(map(_is_bad, self.results)):
+            return "not reproduced"
+        is_all = self.is_complete and not any(map(_is_unchecked, self.results))
+        return "reproduced" if is_all else "incomplete"
+
+    @property
+    def made(self) -> Reproduction:
+        """The predicate of the certificate, once an interval was trained."""
+        assert self.last is not None
+        request, covers, trained = self.request, self.covers, self.trained
+        waiting = self.chosen[len(self.results) :]
+        not_yet = [TrainedAgain.unchecked(one, NOT_YET) for one in waiting]
+        coverable = self.chosen if request.whole else covers.intervals
+        return Reproduction(
+            statement=verify.read_statement(self.statement)["predicate"]["sha256"],
+            result=self.result,
+            seed=None if request.whole else self.seed,
+            steps=covers.steps,
+            steps_coverable=_steps(coverable),
+            steps_checked=_steps(trained),
+            parts=len(covers.saved),
+            parts_coverable=covers.parts_in(coverable),
+            chance=1.0 if request.whole else covers.chance(len(trained)),
+            texts="made again" if request.texts else "by digest",
+            export=self.export,
+            tolerance=TOLERANCE,
+            differences=[*differences(self.links, self.last.manifest.lineage)],
+            by=MadeBy.of(self.last.manifest.lineage),
+            intervals=self.results + not_yet,
         )
-    covers = coverage(links, _runs(request))
-    seed = secrets.randbits(32) if request.seed is None else request.seed
-    chosen = _chosen(request, covers, seed)
+
+    def write(self) -> str:
+        """Write the certificate; its digest."""
+        return write_certificate(self.request.certificate, self.made, self.statement, self.key)
+
+
+def _train_again(draw: _Draw, scratch: Path) -> None:
+    """Train what was drawn, and write the certificate. Raises the first error where nothing of it could
+    be trained."""
+    request, links = draw.request, draw.links
     trainer = _trainer(request, links, scratch)
     if not request.code:  # said before hours of training; that of a checkout is known afterwards
         _print_notes(code_differences(links, Code(**code())))
-    results = []
-    for interval in chosen:
-        made = trainer.train(interval)
-        results.append(judged(interval, made, trainer.weights_digest, links))
-        _print_interval(results[-1])
-    export = _compared_export(request.folder, trainer, covers, made, results[-1])
-    here = made.manifest.lineage
+    try:
+        for interval in draw.chosen:
+            draw.add(interval, trainer)
+            _print_interval(draw.results[-1])
+            if draw.last:
+                draw.write()
+        if draw.last is None:
+            assert draw.trouble is not None
+            raise draw.trouble
+        draw.export = _compared_export(draw, trainer)
+    except KeyboardInterrupt:
+        if draw.last:
+            again = "" if request.whole else f"; --seed={draw.seed} draws the same"
+            say(f"{request.certificate} has what was trained so far{again}")
+        raise
+    draw.is_complete = True
+    here = draw.last.manifest.lineage
     notes = [*differences(links, here)]
     _print_notes(
         note for note in notes if request.code or note not in code_differences(links, here.code)
     )
-    return Reproduction(
-        statement=content["predicate"]["sha256"],
-        result="not reproduced"
-        if export == "other" or any(map(_is_bad, results))
-        else "reproduced",
-        seed=None if request.whole else seed,
-        steps=covers.steps,
-        steps_coverable=_steps(chosen if request.whole else covers.intervals),
-        steps_checked=_steps(chosen),
-        parts=len(covers.saved),
-        parts_coverable=covers.parts_in(chosen if request.whole else covers.intervals),
-        chance=1.0 if request.whole else covers.chance(len(chosen)),
-        texts="made again" if request.texts else "by digest",
-        export=export,
-        tolerance=TOLERANCE,
-        differences=notes,
-        by=MadeBy.of(here),
-        intervals=results,
-    )
+    _print_summary(draw.made)
+    say(f"certificate {draw.write()[:12]}: {request.certificate}")
+    if draw.key:
+        from forge.attestation.signing import fingerprint
+
+        say(f"signed by {fingerprint(draw.key)}: {envelope_path(request.certificate)}")
 
 
 def _runs(request: ReproduceOptions) -> list[RunPaths]:
@@ -229,13 +343,12 @@ def _trainer(request: ReproduceOptions, links: Links, scratch: Path) -> Retraine
     return Retrainer(links, data.resolve(), place, code_folder, request.minutes)
 
 
-def _compared_export(
-    folder: Path, trainer: Retrainer, covers: Coverage, made: Checkpoint, result: TrainedAgain
-) -> Literal["same", "other", "unchecked"]:
+def _compared_export(draw: _Draw, trainer: Retrainer) -> Literal["same", "other", "unchecked"]:
     """Whether the weights in the export are those of the exported checkpoint, which is at hand, or was
     made again just now."""
+    covers, result, folder = draw.covers, draw.results[-1], draw.request.folder
     is_made = result.last == covers.last and result.outcome == "bitwise"
-    checkpoint = covers.exported or (made if is_made else None)
+    checkpoint = covers.exported or (draw.last if is_made else None)
     if checkpoint is None:
         print(
             f"  note  export: the checkpoint of step {covers.last} is not here, weights unchecked"
@@ -261,6 +374,10 @@ def _is_bad(result: TrainedAgain) -> bool:
     return result.outcome == "other"
 
 
+def _is_unchecked(result: TrainedAgain) -> bool:
+    return result.outcome == "unchecked"
+
+
 def _steps(intervals: Iterable[Interval]) -> int:
     return sum(one.last - one.first for one in intervals)
 
@@ -271,8 +388,13 @@ def _print_notes(notes: Iterable[str]) -> None:
 
 
 def _print_interval(result: TrainedAgain) -> None:
-    line = f"steps {result.first + 1} to {result.last}: "
-    if result.outcome == "bitwise":
+    line, mark = (
+        f"steps {result.first + 1} to {result.last}: ",
+        "FAIL" if _is_bad(result) else "ok  ",
+    )
+    if _is_unchecked(result):
+        mark, line = "note", f"{line}unchecked ({'; '.join(result.why)})"
+    elif result.outcome == "bitwise":
         line += "bitwise equal"
     else:
         line += "within the tolerance" if result.outcome == "within tolerance" else "other weights"
@@ -280,7 +402,7 @@ def _print_interval(result: TrainedAgain) -> None:
             line += f", {result.weights:.2g} of the way apart, losses {result.loss or 0:.2g}"
         line += f" ({'; '.join(result.why) or 'the same kind of CPU, torch and ranks'})"
     # At once, also into a file: the next interval may take an hour.
-    print(f"  {'FAIL' if _is_bad(result) else 'ok  '}  {printable(line)}", flush=True)
+    print(f"  {mark}  {printable(line)}", flush=True)
 
 
 def _print_summary(made: Reproduction) -> None:
@@ -288,7 +410,7 @@ def _print_summary(made: Reproduction) -> None:
         f"{made.result}: {made.steps_checked} of {made.steps} steps trained again"
         f" ({made.steps_coverable} could be)"
     )
-    number = len(made.intervals)
+    number = sum(not _is_unchecked(one) for one in made.intervals)
     intervals = f"{number} interval{'s' * (number > 1)}, drawn by seed {made.seed}"
     print(
         f"chance that one bad part of {made.parts} is found: {made.chance:.0%}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -444,6 +446,71 @@ def test_steps_that_do_not_end_are_stopped(project, honest, exported):
     assert not Path("certificate.json").exists()
 
 
+# --- what could not be trained again ------------------------------------------------------------------
+
+
+def at_the_second_training(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Do something in the place of it; if that returns, the training did not end in time."""
+    commands: list[str] = []
+
+    def end_of(command: list[str], *rest: Any) -> int | None:
+        commands.append(command[3])
+        if commands.count("train") != 2 or command[3] != "train":
+            return in_a_fork(command, *rest)
+        act()
+        return None
+
+    monkeypatch.setattr(retrain, "_end_of", end_of)
+
+
+def test_interval_that_does_not_end_in_time_loses_no_other_and_is_no_success(
+    project, honest, exported, monkeypatch, capsys
+):
+    at_the_second_training(monkeypatch, lambda: None)
+    done = reproduce(exported, f"--checkpoints={honest.folder}", "--minutes=7")
+    assert done.code == 69
+    why = "steps 5 to 8 did not end within 7 minutes"
+    assert f"1 of 3 intervals could not be trained again: {why}" in done.text
+    assert outcomes() == [(0, 4, "bitwise"), (4, 8, "unchecked"), (8, 12, "bitwise")]
+    made = certificate()
+    assert (made.result, made.steps_checked, made.intervals[1].why) == ("incomplete", 8, [why])
+    assert made.chance == pytest.approx(2 / 3)
+    assert f"note  steps 5 to 8: unchecked ({why})" in capsys.readouterr().out
+    verified = forge("verify", str(exported), "--certificate=certificate.json")
+    assert verified.code == 65
+    assert "certificate.json says 'incomplete'" in verified.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_reproduction_leaves_the_certificate_of_what_was_trained(
+    project, honest, exported, monkeypatch, number
+):
+    (project / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(project / "scratch"))
+    at_the_second_training(monkeypatch, lambda: os.kill(os.getpid(), number))
+    assert forge("key", "keys/own").code == 0
+    done = reproduce(exported, f"--checkpoints={honest.folder}", "--seed=5", "--sign=keys/own")
+    assert done.code == 75
+    assert "certificate.json has what was trained so far; --seed=5 draws the same" in done.text
+    assert outcomes() == [(0, 4, "bitwise"), (4, 8, "unchecked"), (8, 12, "unchecked")]
+    assert (certificate().result, certificate().steps_checked) == ("incomplete", 4)
+    assert Path("certificate.dsse.json").is_file()
+    assert list((project / "scratch").iterdir()) == []
+
+
+def test_difference_outweighs_what_could_not_be_trained(project, honest, model, monkeypatch):
+    at_the_second_training(monkeypatch, lambda: None)
+    weights = model / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    restate(model, lambda links: None)
+    done = reproduce(model, f"--checkpoints={honest.folder}", "--intervals=2")
+    assert done.code == 65
+    assert "is not reproduced: the weights in the export" in done.text
+    assert certificate().result == "not reproduced"
+
+
 # --- what a tired person types ----------------------------------------------------------------------
 
 
@@ -470,6 +537,7 @@ def test_corrupt_checkpoint_is_named(project, honest, exported, tmp_path):
     done = reproduce(exported, f"--checkpoints={run.folder}")
     assert done.code == 65
     assert "step-00000008 is corrupt: __0_0.distcp has digest" in done.text
+    assert outcomes() == [(0, 4, "bitwise"), (4, 8, "unchecked"), (8, 12, "unchecked")]
 
 
 @pytest.mark.parametrize(
