@@ -58,14 +58,18 @@ class MadeBy(RecordPart):
     versions: Versions
     cpu: str
     numerics: Numerics
+    machine: Literal["another", "the same", "unknown"]
+    """Beside those that have trained the run, by its event log; of the same one a fault that comes again
+    is not found."""
 
     @classmethod
-    def of(cls, lineage: Lineage) -> MadeBy:
+    def of(cls, lineage: Lineage, machine: Literal["another", "the same", "unknown"]) -> MadeBy:
         return cls(
             code=lineage.code,
             versions=lineage.versions,
             cpu=lineage.hardware.cpu,
             numerics=lineage.numerics,
+            machine=machine,
         )
 
 

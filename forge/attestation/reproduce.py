@@ -31,27 +31,38 @@ from forge.attestation.retrain import Retrainer
 from forge.attestation.verify import Links, VerificationError, printable
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Code
+from forge.core import events
 from forge.core.errors import ConfigError, DataError, ForgeError
-from forge.core.files import digest_file, read_object_or_empty
+from forge.core.files import digest_file, disk_trouble, read_object_or_empty
 from forge.core.paths import MANIFEST, RunPaths, tokens_folder
+from forge.core.process import hostname
 from forge.core.provenance import code
-from forge.core.terminal import say
-from forge.reporting.find_runs import project_folder, results_folder
+from forge.core.records import Exported, Reproduced
+from forge.core.terminal import say, show
+from forge.reporting.find_runs import results_folder
 
 MOST_INTERVALS = 10_000
 MOST_MINUTES = 10**7  # of max_minutes in machine.yaml
+MACHINES = {
+    "another": ["on another machine than those that have trained the run"],
+    "the same": ["on a machine that has trained the run, too: its own faults would come again"],
+    "unknown": [],
+}
 NOT_YET = "the command ended before"  # of an interval whose turn did not come
 
 
 @dataclass(frozen=True)
 class ReproduceOptions:
-    """What the user asks for. texts: as for `verify_texts`; None: the project's tokens. checkpoints: the
-    directory of a run; None: all runs of the project. intervals: how many are drawn, by `seed`; None for
+    """What the user asks for. run: the one whose last export it is, where the user has named that.
+    texts: as for `verify_texts`; None: the tokens in `data`. checkpoints: the directory of a run; None:
+    all runs of the project. intervals: how many are drawn, by `seed`; None for
     one that is chosen now. whole: all steps instead, from the first on. code: a checkout of Forge.
     minutes: that an interval may take. to: the certificate; None: beside the folder. sign: a private
     key."""
 
     folder: Path
+    data: Path
+    run: RunPaths | None = None
     texts: str | None = None
     checkpoints: Path | None = None
     intervals: int = 3
@@ -70,8 +81,18 @@ class ReproduceOptions:
         return self.to or folder.with_name(f"{folder.name}.certificate.json")
 
 
+def find_export(named: Path) -> tuple[Path, RunPaths | None]:
+    """The directory of an export, and its run where a user has named the directory of that instead.
+    Raises DataError where the record of the run's last export is corrupt."""
+    run = RunPaths(named)
+    if (named / verify.STATEMENT).exists() or not run.exported.is_file():
+        return named, None
+    return named / Exported.read(run.exported).folder, run
+
+
 def reproduce(request: ReproduceOptions) -> None:
-    """Verify an export, train parts of its run again, and write the certificate.
+    """Verify an export, train parts of its run again, and write the certificate; for a run also
+    reproduced.json, if the result is that.
 
     The certificate is renewed after each interval, so that no end of this process loses what was trained.
     Raises DataError where the export fails its verification, or is not reproduced; ConfigError for what
@@ -79,8 +100,11 @@ def reproduce(request: ReproduceOptions) -> None:
     """
     _check(request)
     key = _signing_key(request)
+    if request.run:
+        with disk_trouble(request.run.reproduced):
+            request.run.reproduced.unlink(missing_ok=True)
     try:
-        verify.verify(request.folder, request.key, request.digest)
+        verify.verify(request.folder, request.key, request.digest, show)
         statement = verify.read_bytes(request.folder / verify.STATEMENT)
         with (
             _stopped_by_sigterm(),
@@ -253,7 +277,7 @@ class _Draw:
             export=self.export,
             tolerance=TOLERANCE,
             differences=[*differences(self.links, self.last.manifest.lineage)],
-            by=MadeBy.of(self.last.manifest.lineage),
+            by=MadeBy.of(self.last.manifest.lineage, _machine(request)),
             intervals=self.results + not_yet,
         )
 
@@ -290,12 +314,40 @@ def _train_again(draw: _Draw, scratch: Path) -> None:
     _print_notes(
         note for note in notes if request.code or note not in code_differences(links, here.code)
     )
+    _print_notes(MACHINES[draw.made.by.machine])
     _print_summary(draw.made)
-    say(f"certificate {draw.write()[:12]}: {request.certificate}")
+    digest = draw.write()
+    say(f"certificate {digest[:12]}: {request.certificate}")
     if draw.key:
         from forge.attestation.signing import fingerprint
 
         say(f"signed by {fingerprint(draw.key)}: {envelope_path(request.certificate)}")
+    if request.run and draw.result == "reproduced":
+        _record(draw, request.run, digest)
+
+
+def _record(draw: _Draw, run: RunPaths, certificate: str) -> None:
+    """Write reproduced.json. certificate: its digest."""
+    made = draw.made
+    Reproduced(
+        step=draw.covers.last,
+        statement=made.statement,
+        certificate=certificate,
+        file=os.path.relpath(draw.request.certificate, run.root),
+        steps=made.steps,
+        steps_checked=made.steps_checked,
+    ).write(run.reproduced)
+
+
+def _machine(request: ReproduceOptions) -> Literal["another", "the same", "unknown"]:
+    """Whether this machine has trained the run, too, as far as the run is here."""
+    there = (
+        events.trained_nodes(RunPaths(request.checkpoints).events) if request.checkpoints else ()
+    )
+    if not there:
+        return "unknown"
+    here = {hostname(), os.environ.get("SLURMD_NODENAME")}
+    return "the same" if here & there else "another"
 
 
 def _runs(request: ReproduceOptions) -> list[RunPaths]:
@@ -325,7 +377,7 @@ def _chosen(request: ReproduceOptions, covers: Coverage, seed: int) -> list[Inte
 
 def _trainer(request: ReproduceOptions, links: Links, scratch: Path) -> Retrainer:
     """Raises VerificationError where the texts give other tokens, ConfigError without both."""
-    ids, data = stated_ids(links), Path(project_folder("data"))
+    ids, data = stated_ids(links), request.data
     if request.texts:
         data = scratch / "data"
         verify_texts(request.texts, links, request.folder, keep=data)
@@ -350,14 +402,12 @@ def _compared_export(draw: _Draw, trainer: Retrainer) -> Literal["same", "other"
     is_made = result.last == covers.last and result.outcome == "bitwise"
     checkpoint = covers.exported or (draw.last if is_made else None)
     if checkpoint is None:
-        print(
-            f"  note  export: the checkpoint of step {covers.last} is not here, weights unchecked"
-        )
+        show(f"  note  export: the checkpoint of step {covers.last} is not here, weights unchecked")
         return "unchecked"
     if _weights_files(trainer.export(checkpoint)) == _weights_files(folder):
-        print(f"  ok    export: its weights are those of step {covers.last}")
+        show(f"  ok    export: its weights are those of step {covers.last}")
         return "same"
-    print(f"  FAIL  export: its weights are not those of step {covers.last}")
+    show(f"  FAIL  export: its weights are not those of step {covers.last}")
     return "other"
 
 
@@ -384,7 +434,7 @@ def _steps(intervals: Iterable[Interval]) -> int:
 
 def _print_notes(notes: Iterable[str]) -> None:
     for note in notes:
-        print(f"  note  {printable(note)}")
+        show(f"  note  {printable(note)}")
 
 
 def _print_interval(result: TrainedAgain) -> None:
@@ -401,18 +451,17 @@ def _print_interval(result: TrainedAgain) -> None:
         if result.weights is not None:
             line += f", {result.weights:.2g} of the way apart, losses {result.loss or 0:.2g}"
         line += f" ({'; '.join(result.why) or 'the same kind of CPU, torch and ranks'})"
-    # At once, also into a file: the next interval may take an hour.
-    print(f"  {mark}  {printable(line)}", flush=True)
+    show(f"  {mark}  {printable(line)}")
 
 
 def _print_summary(made: Reproduction) -> None:
-    print(
+    show(
         f"{made.result}: {made.steps_checked} of {made.steps} steps trained again"
         f" ({made.steps_coverable} could be)"
     )
     number = sum(not _is_unchecked(one) for one in made.intervals)
     intervals = f"{number} interval{'s' * (number > 1)}, drawn by seed {made.seed}"
-    print(
+    show(
         f"chance that one bad part of {made.parts} is found: {made.chance:.0%}"
         f" ({'all steps' if made.seed is None else intervals})"
     )

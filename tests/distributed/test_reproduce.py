@@ -22,7 +22,10 @@ from support.statements import make_consistent
 from forge import __version__ as forge_version
 from forge.attestation import retrain, verify
 from forge.attestation.certificate import Reproduction, envelope_path
+from forge.core import events
 from forge.core.files import canonical, digest_bytes, digest_file, read_json, write_json
+from forge.core.process import hostname
+from forge.core.records import Reproduced
 
 EVERY = ("--train.checkpoint_every=4", "--train.keep_last=9")  # 4, 8 and 12
 
@@ -131,6 +134,46 @@ def test_checkpoints_are_found_in_the_results_of_the_project(project, honest, ex
     done = reproduce(exported, "--intervals=1")
     assert done.code == 0, done.text
     assert certificate().parts_coverable == 3
+
+
+def test_run_that_is_named_gives_its_last_export_its_checkpoints_and_a_record(
+    project, honest, capsys
+):
+    run = honest.copy(project / "results/honest")
+    assert forge("export", str(run.folder), run.data).code == 0
+    done = forge("reproduce", "results/honest", "--intervals=1", "--log=reproduce.log")
+    assert done.code == 0, done.text
+    said = capsys.readouterr().out
+    assert "reproduced: 4 of 12 steps trained again" in said
+    log = Path("reproduce.log").read_text()
+    assert all(line in log for line in said.splitlines())
+    record = Reproduced.read(run.paths.reproduced)
+    assert (record.step, record.steps, record.steps_checked) == (12, 12, 4)
+    assert record.file == "export/step-00000012.certificate.json"
+    named = ("verify", "results/honest/export/step-00000012")
+    done = forge(*named, f"--certificate={run.folder / record.file}")
+    assert done.code == 0, done.text
+
+    shutil.rmtree(run.paths.checkpoints)
+    assert forge("reproduce", "results/honest").code == 65
+    assert not run.paths.reproduced.exists()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "machine"), [([hostname()], "the same"), (["other"], "another"), ([], "unknown")]
+)
+def test_certificate_says_whether_the_machine_has_trained_the_run(
+    project, honest, exported, nodes, machine
+):
+    run = honest.copy(project / "elsewhere")
+    launches = [
+        event for event in events.read(run.paths.events) if isinstance(event, events.Launch)
+    ]
+    run.paths.events.unlink()
+    events.record(run.paths.events, launches[0].model_copy(update={"nodes": nodes}))
+    done = reproduce(exported, f"--checkpoints={run.folder}", "--intervals=1")
+    assert done.code == 0, done.text
+    assert certificate().by.machine == machine
 
 
 def test_whole_run_is_made_from_texts_alone_by_launched_ranks(
