@@ -90,7 +90,8 @@ class Reproduction(RecordPart):
     steps: int
     """Of the run, up to the exported checkpoint."""
     steps_coverable: int
-    """Those between checkpoints that the verifier had, or after the first step of the run."""
+    """Those between checkpoints that the verifier had, or after the first step of the run, in intervals
+    short enough for the time that there was."""
     steps_checked: int
     parts: int
     """Of the run, from one checkpoint that it has saved to the next."""

@@ -24,7 +24,7 @@ from forge.attestation.certificate import (
     envelope_path,
     write_certificate,
 )
-from forge.attestation.intervals import Coverage, Interval, coverage, drawn
+from forge.attestation.intervals import Coverage, Interval, coverage, drawn, seconds_of
 from forge.attestation.judgement import TOLERANCE, code_differences, differences, judged
 from forge.attestation.retokenize import stated_ids, verify_texts
 from forge.attestation.retrain import Retrainer
@@ -32,13 +32,13 @@ from forge.attestation.verify import Links, VerificationError, printable
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Code
 from forge.core import events
-from forge.core.errors import ConfigError, DataError, ForgeError
+from forge.core.errors import ConfigError, DataError, ForgeError, UnfitError
 from forge.core.files import digest_file, disk_trouble, read_object_or_empty
 from forge.core.paths import MANIFEST, RunPaths, tokens_folder
 from forge.core.process import hostname
 from forge.core.provenance import code
 from forge.core.records import Exported, Reproduced
-from forge.core.terminal import say, show
+from forge.core.terminal import duration, say, show
 from forge.reporting.find_runs import results_folder
 
 MOST_INTERVALS = 10_000
@@ -48,6 +48,7 @@ MACHINES = {
     "the same": ["on a machine that has trained the run, too: its own faults would come again"],
     "unknown": [],
 }
+SLOWER = 2  # than the run was: an interval that took half of --minutes there has a good chance here
 NOT_YET = "the command ended before"  # of an interval whose turn did not come
 
 
@@ -224,7 +225,9 @@ class _Draw:
             raise VerificationError(
                 "it is of another training program, and only Forge's own trainer is run: nothing was run"
             )
-        covers = coverage(links, _runs(request))
+        covers = coverage(links, _runs(request), 60 * request.minutes / SLOWER)
+        if covers.too_long and not request.whole:
+            _print_notes([_not_drawn(covers, links)])
         seed = secrets.randbits(32) if request.seed is None else request.seed
         return cls(request, statement, key, links, covers, seed, _chosen(request, covers, seed))
 
@@ -365,6 +368,13 @@ def _chosen(request: ReproduceOptions, covers: Coverage, seed: int) -> list[Inte
                 " which are not trained again: leave --whole out"
             )
         return [Interval(0, covers.last, None, covers.exported)]
+    if covers.too_long and not covers.intervals:
+        raise UnfitError(
+            f"none of the {len(covers.saved)} parts of the run can be trained again in"
+            f" {request.minutes:g} minutes",
+            cause="its checkpoints that are here are too far apart (train.keep_every keeps more of them)",
+            fix="give more time: --minutes N; in the workflow runtime in set-resources of reproduce_run",
+        )
     if not covers.intervals:
         raise DataError(
             f"none of the {len(covers.saved)} parts of the run can be trained again: no checkpoint that"
@@ -435,6 +445,14 @@ def _steps(intervals: Iterable[Interval]) -> int:
 def _print_notes(notes: Iterable[str]) -> None:
     for note in notes:
         show(f"  note  {printable(note)}")
+
+
+def _not_drawn(covers: Coverage, links: Links) -> str:
+    number, least = len(covers.too_long), min(seconds_of(one, links) for one in covers.too_long)
+    return (
+        f"{number} of {number + len(covers.intervals)} intervals are not drawn: they took"
+        f" {duration(least, precise=True)} and more in the run, which should be half of --minutes"
+    )
 
 
 def _print_interval(result: TrainedAgain) -> None:

@@ -482,8 +482,13 @@ def test_world_that_is_too_large_for_this_machine_is_refused(project, model):
     assert "1,000,000 ranks" in done.text
 
 
-def test_steps_that_do_not_end_are_stopped(project, honest, exported):
-    done = reproduce(exported, f"--checkpoints={honest.folder}", "--minutes=0.0001")
+def test_steps_that_do_not_end_are_stopped(project, honest, model):
+    def hurry(links: dict[str, Any]) -> None:
+        for launch in links["launches"]["launches"]:
+            launch["ended"] = launch["started"]
+
+    restate(model, hurry)
+    done = reproduce(model, f"--checkpoints={honest.folder}", "--minutes=0.0001")
     assert done.code == 69
     assert "did not end within 0.0001 minutes" in done.text
     assert not Path("certificate.json").exists()
@@ -552,6 +557,28 @@ def test_difference_outweighs_what_could_not_be_trained(project, honest, model, 
     assert done.code == 65
     assert "is not reproduced: the weights in the export" in done.text
     assert certificate().result == "not reproduced"
+
+
+def test_interval_that_took_too_long_is_not_drawn_and_lowers_the_chance(
+    project, honest, model, capsys
+):
+    def say_how_long(links: dict[str, Any]) -> None:
+        [launch] = links["launches"]["launches"]
+        slow = launch | {"last_step": 8, "ended": launch["started"] + 16 * 3600}
+        links["launches"]["launches"] = [slow, launch | {"resumed_from": 8}]
+
+    restate(model, say_how_long)
+    done = reproduce(model, f"--checkpoints={honest.folder}", "--minutes=5")
+    assert done.code == 0, done.text
+    assert outcomes() == [(8, 12, "bitwise")]
+    made = certificate()
+    assert (made.steps_coverable, made.parts_coverable, made.chance) == (4, 1, pytest.approx(1 / 3))
+    said = capsys.readouterr().out
+    assert "2 of 3 intervals are not drawn: they took 8 h and more in the run" in said
+    done = reproduce(model, f"--checkpoints={honest.folder}", "--minutes=0.0001")
+    assert done.code == 69
+    assert "none of the 3 parts of the run can be trained again in 0.0001 minutes" in done.text
+    assert "--minutes N" in done.text
 
 
 # --- what a tired person types ----------------------------------------------------------------------

@@ -72,7 +72,8 @@ rule reproduce_run:
         run=lambda w: f"{RESULTS}/{w.run}",
     shell:
         "exec forge reproduce {params.run:q} --config={params.config:q} --log={log:q}"
-        " --minutes={resources.runtime}"
+        # A quarter of the time for each of the three intervals.
+        " --minutes=$(({resources.runtime} / 4))"
 
 
 # On this machine, since nodes of a cluster have no internet: the data of the tasks, into the cache of
