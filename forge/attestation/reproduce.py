@@ -372,7 +372,7 @@ def _chosen(request: ReproduceOptions, covers: Coverage, seed: int) -> list[Inte
         raise UnfitError(
             f"none of the {len(covers.saved)} parts of the run can be trained again in"
             f" {request.minutes:g} minutes",
-            cause="its checkpoints that are here are too far apart (train.keep_every keeps more of them)",
+            cause="its checkpoints that are here are too far apart (train.keep_pairs keeps closer ones)",
             fix="give more time: --minutes N; in the workflow runtime in set-resources of reproduce_run",
         )
     if not covers.intervals:

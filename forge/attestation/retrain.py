@@ -157,7 +157,7 @@ class Retrainer:
                 "eval_samples": 1,
                 "log_every": max(1, length // 10),
             },
-            **{"keep_last": 2, "keep_every": None},
+            **{"keep_last": 2, "keep_every": None, "keep_pairs": False},
         }
 
     def _check_size(self, config: ResolvedConfig, interval: Interval, ranks: int) -> None:

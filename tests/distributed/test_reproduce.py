@@ -272,6 +272,16 @@ def test_pruned_checkpoints_leave_longer_intervals_and_no_gap(project, honest, e
     assert certificate().parts_coverable == 3
 
 
+def test_pairs_of_checkpoints_that_a_run_keeps_give_short_intervals(project, runs, tmp_path):
+    kept = ("--train.checkpoint_every=2", "--train.keep_last=1", "--train.keep_every=6")
+    run = runs("pairs", *kept, "--train.keep_pairs=true")
+    assert run.fork("train").end().code == 0
+    folder = export_of(run, tmp_path / "pairs-model")
+    done = reproduce(folder, f"--checkpoints={run.folder}", "--intervals=9")
+    assert done.code == 0, done.text
+    assert outcomes() == [(a, b, "bitwise") for a, b in ((0, 4), (4, 6), (6, 10), (10, 12))]
+
+
 def test_steps_of_another_number_of_ranks_are_within_the_tolerance(project, runs, tmp_path):
     run = runs("shrunk", "--train.checkpoint_every=6", "--train.keep_last=1")
     assert run.fork("train", "--train.max_steps=6").end().code == 0
