@@ -152,12 +152,17 @@ def _check(request: ReproduceOptions) -> None:
     """ConfigError for a path or a number of the command line that cannot be right."""
     for path in filter(None, (request.folder, request.key, request.checkpoints, request.code)):
         if not path.exists():
-            raise ConfigError(f"{path} does not exist")
+            fix = "name the directory of an export, or of a run, such as results/base"
+            raise ConfigError(f"{path} does not exist", fix=fix if path == request.folder else "")
     if not (request.folder / verify.STATEMENT).is_file():
+        is_run = RunPaths(request.folder).checkpoints.is_dir()
+        first = f"forge export {request.folder}, and rerun this command; or " if is_run else ""
         raise ConfigError(
             f"{request.folder} has no {verify.STATEMENT}",
-            cause="it is no export, or one of an older Forge",
-            fix="name the directory that `forge export` has made, such as my-model",
+            cause="a run that was not exported"
+            if is_run
+            else "it is no export, or one of an older Forge",
+            fix=f"{first}name the directory that `forge export` has made, such as my-model",
         )
     if not 1 <= request.intervals <= MOST_INTERVALS:
         raise ConfigError(

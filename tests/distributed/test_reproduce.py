@@ -463,6 +463,15 @@ def test_weights_that_a_config_alone_names_are_not_opened(project, model, tmp_pa
     assert "from pretrained weights, which are not trained again" in done.text
 
 
+@pytest.mark.parametrize("folder", ["../../elsewhere", "/etc"])
+def test_record_of_an_export_that_leads_out_of_the_run_is_refused(project, honest, folder):
+    run = honest.copy(project / "theirs")
+    write_json(run.paths.exported, {"format": 1, "step": 12, "folder": folder, "files": {}})
+    done = forge("reproduce", "theirs")
+    assert done.code == 65
+    assert "exported.json cannot be read: folder" in done.text
+
+
 @pytest.mark.parametrize("tokens", ["../../etc", "/etc", "x" * 5000])
 def test_content_id_that_is_a_path_is_refused(project, honest, model, tokens):
     restate(model, lambda links: links["config"]["values"]["ids"].update(tokens=tokens))
@@ -643,4 +652,11 @@ def test_wrong_words_are_refused_before_anything_is_trained(project, model, word
 def test_directory_of_a_run_is_not_taken_for_an_export(project, honest):
     done = reproduce(honest.folder)
     assert done.code == 78
+    assert f"forge export {honest.folder}" in done.text
     assert "name the directory that `forge export` has made" in done.text
+
+
+def test_name_that_is_none_says_what_to_name(project):
+    done = reproduce(Path("base"))
+    assert done.code == 78
+    assert "base does not exist" in done.text and "such as results/base" in done.text
