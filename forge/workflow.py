@@ -71,7 +71,7 @@ SUBMITTED = "FORGE_SUBMITTED"
 KNOWN_FAILURE = "known_failure_run"
 QUEUE_POLL_SEC = 10.0
 REPRODUCTION = "reproduce_run"
-REPRODUCTION_MIN = 60  # its time limit where the profile has none
+REPRODUCTION_MIN = 60  # its time limit where the profile has none, as on one machine
 PROGRAM_MB = 8000  # to validate what another program has trained, whose size is not known
 
 
@@ -236,10 +236,10 @@ def validation_extra(machine: Machine, settings: Any) -> dict[str, str]:
 
 
 def reproduction_resources(allocation: Allocation, settings: Any) -> dict[str, Any]:
-    """Resources of reproduce_run that do not depend on the run's size: nodes as for its training, and the
-    time limit of small rules. settings: Snakemake's ResourceSettings."""
-    runtime = of_profile(REPRODUCTION, settings).get("runtime")
-    return {**allocation.of_nodes, "runtime": runtime or REPRODUCTION_MIN}
+    """Resources of reproduce_run that do not depend on the run's size: nodes as for its training, and a
+    time limit where default-resources have none. settings: Snakemake's ResourceSettings."""
+    has_limit = "runtime" in (settings.default_resources or {})
+    return allocation.of_nodes | ({} if has_limit else {"runtime": REPRODUCTION_MIN})
 
 
 def reproduction_extra(

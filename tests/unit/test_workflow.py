@@ -308,6 +308,17 @@ def test_reproduction_asks_slurm_for_no_nodes_before_the_run_has_trained_or_with
     assert extra_of(run, monkeypatch, submits=False) == ("", [])
 
 
+def test_time_limit_of_a_reproduction_is_that_of_the_profile_also_as_a_formula():
+    allocation = SimpleNamespace(of_nodes={"slurm_partition": "gpu"})
+    given = {
+        name: SimpleNamespace(default_resources=value)
+        for name, value in (("none", None), ("formula", {"runtime": "attempt * 60"}))
+    }
+    assert workflow.reproduction_resources(allocation, given["formula"]) == allocation.of_nodes
+    made = workflow.reproduction_resources(allocation, given["none"])
+    assert made == {"slurm_partition": "gpu", "runtime": workflow.REPRODUCTION_MIN}
+
+
 def test_memory_of_a_reproduction_is_that_of_all_ranks(run):
     two, four = (workflow.reproduction_mem_mb(run, ranks, {}) for ranks in (2, 4))
     assert 2000 < two < four and four == pytest.approx(2 * two, abs=1)
