@@ -113,6 +113,7 @@ def reproduce(request: ReproduceOptions) -> None:
         ):
             draw = _Draw.of(request, statement, key)
             _train_again(draw, Path(scratch))
+            _certify(draw)
     except VerificationError as err:
         raise DataError(f"{request.folder}: {err}") from None
     _refuse_bad(draw)
@@ -295,8 +296,8 @@ class _Draw:
 
 
 def _train_again(draw: _Draw, scratch: Path) -> None:
-    """Train what was drawn, and write the certificate. Raises the first error where nothing of it could
-    be trained."""
+    """Train what was drawn, and renew the certificate after each interval. Raises the first error where
+    nothing of it could be trained."""
     request, links = draw.request, draw.links
     trainer = _trainer(request, links, scratch)
     if not request.code:  # said before hours of training; that of a checkout is known afterwards
@@ -317,13 +318,15 @@ def _train_again(draw: _Draw, scratch: Path) -> None:
             say(f"{request.certificate} has what was trained so far{again}")
         raise
     draw.is_complete = True
-    here = draw.last.manifest.lineage
-    notes = [*differences(links, here)]
-    _print_notes(
-        note for note in notes if request.code or note not in code_differences(links, here.code)
-    )
-    _print_notes(MACHINES[draw.made.by.machine])
-    _print_summary(draw.made)
+
+
+def _certify(draw: _Draw) -> None:
+    """Print what is known in the end, write the certificate, and record a positive one of a run."""
+    request, made = draw.request, draw.made
+    known = [] if request.code else [*code_differences(draw.links, made.by.code)]  # printed before
+    _print_notes(note for note in made.differences if note not in known)
+    _print_notes(MACHINES[made.by.machine])
+    _print_summary(made)
     digest = draw.write()
     say(f"certificate {digest[:12]}: {request.certificate}")
     if draw.key:
