@@ -73,7 +73,7 @@ rule reproduce_run:
     shell:
         "exec forge reproduce {params.run:q} --config={params.config:q} --log={log:q}"
         # A quarter of the time for each of the three intervals.
-        " --minutes=$(({resources.runtime} / 4))"
+        " --minutes=$(({resources.runtime:q} / 4))"
 
 
 # On this machine, since nodes of a cluster have no internet: the data of the tasks, into the cache of
