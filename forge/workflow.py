@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import family
-from forge.cluster import adopt, controller_job, jobs, sbatch, submission
+from forge.cluster import adopt, controller_job, exclude, jobs, sbatch, submission
 from forge.cluster.allocation import (
     EXECUTOR,
     OF_COMMAND,
+    OF_NODES,
     Allocation,
     command_resources,
     plain,
@@ -28,6 +29,7 @@ from forge.cluster.allocation import (
 from forge.cluster.lock import WORKFLOW_LOCK, lock
 from forge.cluster.sbatch import Request, requests_of
 from forge.cluster.slurm import refuse_missing, settle_in_batch_step
+from forge.core import events
 from forge.core.config import OF_FORGES_TRAINER, Config, ResolvedConfig, checked, read_values
 from forge.core.errors import ConfigError, ForgeError, TrainingError, UnfitError
 from forge.core.files import (
@@ -62,11 +64,14 @@ from forge.reporting.workflow_output import print_end
 from forge.run import cost, train
 from forge.run.programs import program_of
 from forge.tracking.tracker import refuse_missing_packages
+from forge.validation.estimates import BASE_BYTES, training_bytes
 
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
 SUBMITTED = "FORGE_SUBMITTED"
 KNOWN_FAILURE = "known_failure_run"
 QUEUE_POLL_SEC = 10.0
+REPRODUCTION = "reproduce_run"
+REPRODUCTION_MIN = 60  # its time limit where the profile has none, as on one machine
 PROGRAM_MB = 8000  # to validate what another program has trained, whose size is not known
 
 
@@ -228,6 +233,38 @@ def set_resources(settings: Any, rule: str, values: Mapping[str, Any]) -> None:
 def validation_extra(machine: Machine, settings: Any) -> dict[str, str]:
     """As `sbatch.validation_extra`. settings: Snakemake's ResourceSettings."""
     return sbatch.validation_extra(machine, of_profile("validate_run", settings))
+
+
+def reproduction_resources(allocation: Allocation, settings: Any) -> dict[str, Any]:
+    """Resources of reproduce_run that do not depend on the run's size: nodes as for its training, and a
+    time limit where default-resources have none. settings: Snakemake's ResourceSettings."""
+    has_limit = "runtime" in (settings.default_resources or {})
+    return allocation.of_nodes | ({} if has_limit else {"runtime": REPRODUCTION_MIN})
+
+
+def reproduction_extra(
+    config: ResolvedConfig,
+    allocation: Allocation,
+    settings: Any,
+    *,
+    threads: int,
+    mem_mb: int,
+    submits: bool,
+) -> str:
+    """More options for sbatch of reproduce_run: on no unhealthy node and, where others fit, on none that
+    has trained the run. settings: Snakemake's ResourceSettings. submits: False asks no Slurm."""
+    if not submits:
+        return ""
+    paths, given = RunPaths.of(config), of_profile(REPRODUCTION, settings)
+    bad = [*allocation.machine.slurm.exclude, *exclude.read(paths.bad_nodes)]
+    extra = sbatch.excluding(given.get("slurm_extra") or "", bad)
+    if not (trained := events.trained_nodes(paths.events)):
+        return extra
+    own = {n: plain(v) for n, v in settings.overwrite_resources.get(REPRODUCTION, {}).items()}
+    of_nodes = {n: v for n, v in allocation.resources(config.run).items() if n in OF_NODES}
+    asked = {**given, **of_nodes, "mem_mb": mem_mb, **own, "slurm_extra": extra}
+    request = Request.of_rule(REPRODUCTION, asked, threads)
+    return sbatch.excluding(extra, submission.nodes_to_avoid(request, trained))
 
 
 def of_profile(rule: str, settings: Any) -> dict[str, Any]:
@@ -603,6 +640,16 @@ def validation_mem_mb(
     if needed is None:
         return of_profile or PROGRAM_MB
     return max(of_profile, math.ceil(needed / 10**6))
+
+
+def reproduction_mem_mb(
+    config: ResolvedConfig, ranks: int, defaults: Mapping[str, Any] | None
+) -> int:
+    """Memory of reproduce_run in MB, all ranks on one node; that of default-resources, if it is more.
+    defaults: as for `validation_mem_mb`."""
+    given = plain((defaults or {}).get("mem_mb"))
+    needed = training_bytes(config, ranks) + ranks * BASE_BYTES
+    return max(given if isinstance(given, int) else 0, math.ceil(needed / 10**6))
 
 
 def resumable_steps(runs: dict[str, ResolvedConfig]) -> dict[str, int]:

@@ -8,16 +8,17 @@ from typing import Any, ClassVar, Literal
 
 import forge
 from forge.attestation import verify
+from forge.attestation.intervals import Interval
 from forge.checkpoint.manifest import Code, Lineage, Numerics, Versions
 from forge.core.files import disk_trouble, write_json
 from forge.core.records import RecordPart
-from forge.core.terminal import say
 
-Outcome = Literal["bitwise", "within tolerance", "other"]
+Outcome = Literal["bitwise", "within tolerance", "other", "unchecked"]
 
 
 class TrainedAgain(RecordPart):
-    """Steps first + 1 to last of the run, trained again."""
+    """Steps first + 1 to last of the run, trained again; `unchecked` where that was drawn, and did not
+    happen."""
 
     first: int
     last: int
@@ -33,7 +34,21 @@ class TrainedAgain(RecordPart):
     loss: float | None
     """Largest difference of a reference-batch loss, in nats per token; None as above."""
     why: list[str]
-    """What differs between both trainings and may change bits; [] where they must be bitwise equal."""
+    """What differs between both trainings and may change bits; [] where they must be bitwise equal. Of
+    unchecked steps why they were not trained again."""
+
+    @classmethod
+    def unchecked(cls, interval: Interval, why: str) -> TrainedAgain:
+        return cls(
+            first=interval.first,
+            last=interval.last,
+            began_with=interval.begin.digest if interval.begin else None,
+            stated=interval.end.digest if interval.end else None,
+            outcome="unchecked",
+            weights=None,
+            loss=None,
+            why=[why],
+        )
 
 
 class MadeBy(RecordPart):
@@ -43,14 +58,18 @@ class MadeBy(RecordPart):
     versions: Versions
     cpu: str
     numerics: Numerics
+    machine: Literal["another", "the same", "unknown"]
+    """Beside those that have trained the run, by its event log; of the same one a fault that comes again
+    is not found."""
 
     @classmethod
-    def of(cls, lineage: Lineage) -> MadeBy:
+    def of(cls, lineage: Lineage, machine: Literal["another", "the same", "unknown"]) -> MadeBy:
         return cls(
             code=lineage.code,
             versions=lineage.versions,
             cpu=lineage.hardware.cpu,
             numerics=lineage.numerics,
+            machine=machine,
         )
 
 
@@ -64,20 +83,22 @@ class Reproduction(RecordPart):
     """Version of Forge that wrote the certificate."""
     statement: str
     """SHA-256 that the statement has of itself."""
-    result: Literal["reproduced", "not reproduced"]
+    result: Literal["reproduced", "not reproduced", "incomplete"]
+    """incomplete: an interval that was drawn could not be trained again, or not yet."""
     seed: int | None
     """By which the intervals were drawn; None where the whole run was trained again."""
     steps: int
     """Of the run, up to the exported checkpoint."""
     steps_coverable: int
-    """Those between checkpoints that the verifier had, or after the first step of the run."""
+    """Those between checkpoints that the verifier had, or after the first step of the run, in intervals
+    short enough for the time that there was."""
     steps_checked: int
     parts: int
     """Of the run, from one checkpoint that it has saved to the next."""
     parts_coverable: int
     chance: float
-    """Of finding one part that was trained otherwise, with as many draws; parts that cannot be covered
-    count as unchecked."""
+    """Of finding one part that was trained otherwise, with as many draws as were trained again; parts
+    that cannot be covered count as unchecked."""
     texts: Literal["made again", "by digest"]
     """Whether the tokens were made from the texts, or those of the statement's digests were used."""
     export: Literal["same", "other", "unchecked"]
@@ -92,9 +113,9 @@ class Reproduction(RecordPart):
     """Of the canonical JSON of the certificate without this key."""
 
 
-def write_certificate(path: Path, made: Reproduction, statement: bytes, key: Any) -> None:
+def write_certificate(path: Path, made: Reproduction, statement: bytes, key: Any) -> str:
     """Write a certificate about the statement with these bytes, with a key also its signed envelope
-    beside it. Raises UnfitError when the disk cannot be written."""
+    beside it; the digest of the certificate. Raises UnfitError when the disk cannot be written."""
     content = made.model_dump(mode="json")
     certificate = {
         "_type": verify.IN_TOTO,
@@ -102,17 +123,16 @@ def write_certificate(path: Path, made: Reproduction, statement: bytes, key: Any
         "subject": [{"name": verify.STATEMENT, "digest": {"sha256": verify.sha256(statement)}}],
         "predicate": content,
     }
-    content["sha256"] = verify.statement_digest(certificate)
+    content["sha256"] = digest = verify.statement_digest(certificate)
     envelope = envelope_path(path)
     with disk_trouble(path):
         envelope.unlink(missing_ok=True)  # of an older certificate
         write_json(path, certificate)
-    say(f"certificate {content['sha256'][:12]}: {path}")
     if key:
-        from forge.attestation.signing import fingerprint, signed_envelope
+        from forge.attestation.signing import signed_envelope
 
         write_json(envelope, signed_envelope(path.read_bytes(), key))
-        say(f"signed by {fingerprint(key)}: {envelope}")
+    return digest
 
 
 def envelope_path(certificate: Path) -> Path:

@@ -8,16 +8,20 @@ again all the same.
 from __future__ import annotations
 
 import hashlib
+import math
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from forge.attestation.verify import Links, VerificationError, part
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.resume import CommittedCheckpoints
 from forge.core.errors import DataError
 from forge.core.paths import RunPaths
+
+NUMBERS = 10**12  # of steps and seconds; with larger ones of a stranger nothing is computed
 
 
 @dataclass(frozen=True)
@@ -38,12 +42,14 @@ class Interval:
 class Coverage:
     """What can be checked of a run. saved: steps of all checkpoints that the statement lists up to the
     exported one, without that of the start. can_start: whether its first step needs no other run and no
-    pretrained weights. exported: the exported checkpoint, where it is here."""
+    pretrained weights. too_long: intervals for which there is no time. exported: the exported checkpoint,
+    where it is here."""
 
     first: int
     saved: tuple[int, ...]
     can_start: bool
     intervals: tuple[Interval, ...]
+    too_long: tuple[Interval, ...]
     exported: Checkpoint | None
 
     @property
@@ -71,9 +77,9 @@ class Coverage:
         return share * min(draws, len(self.intervals)) / len(self.intervals)
 
 
-def coverage(links: Links, runs: Iterable[RunPaths]) -> Coverage:
+def coverage(links: Links, runs: Iterable[RunPaths], most_sec: float = math.inf) -> Coverage:
     """What of the run of a statement can be trained again with the checkpoints in these runs, which are
-    found by their digests. Only manifests are read."""
+    found by their digests, in intervals that took so many seconds at most. Only manifests are read."""
     last = part(links["export"], "step", int)
     stated = {
         (part(one, "step", int), str(one.get("blake3")))
@@ -88,8 +94,29 @@ def coverage(links: Links, runs: Iterable[RunPaths]) -> Coverage:
         )
     here = _found(stated, runs)
     can_start = not parent and not weights and not _names_a_start(links)
-    intervals = tuple(_intervals(first, saved, here, can_start))
-    return Coverage(first, saved, can_start, intervals, here.get(last))
+    intervals = [*_intervals(first, saved, here, can_start)]
+    short = tuple(one for one in intervals if seconds_of(one, links) <= most_sec)
+    too_long = tuple(one for one in intervals if one not in short)
+    return Coverage(first, saved, can_start, short, too_long, here.get(last))
+
+
+def seconds_of(interval: Interval, links: Links) -> float:
+    """How long its steps took in the run: by the launch of the statement that was fastest among those
+    that had some of them, start and evaluations included. 0 without any. A statement that claims more
+    than it took has fewer steps checked, which the certificate says."""
+    rates = []
+    for launch in part(links["launches"], "launches", list):
+        begin, end = (part(launch, key, int) for key in ("resumed_from", "last_step"))
+        has_steps = begin < end <= NUMBERS and begin < interval.last and interval.first < end
+        if has_steps:
+            seconds = _seconds(launch, "ended") - _seconds(launch, "started")
+            rates.append(max(0.0, seconds) / (end - begin))
+    return min(rates, default=0.0) * min(interval.last - interval.first, NUMBERS)
+
+
+def _seconds(launch: Mapping[str, Any], key: str) -> float:
+    value = launch.get(key)
+    return value if isinstance(value, int | float) and 0 <= value <= NUMBERS else 0.0
 
 
 def _names_a_start(links: Links) -> bool:

@@ -27,7 +27,7 @@ from forge.core.process import run_within
 from forge.core.records import Trained
 from forge.core.terminal import say
 from forge.core.train_settings import Train
-from forge.validation.estimates import BYTES_OF_STATE
+from forge.validation.estimates import training_bytes
 from forge.validation.replay import RANKS_PER_CORE
 
 RUN = "again"  # name of the run that trains an interval
@@ -157,7 +157,7 @@ class Retrainer:
                 "eval_samples": 1,
                 "log_every": max(1, length // 10),
             },
-            **{"keep_last": 2, "keep_every": None},
+            **{"keep_last": 2, "keep_every": None, "keep_pairs": False},
         }
 
     def _check_size(self, config: ResolvedConfig, interval: Interval, ranks: int) -> None:
@@ -165,9 +165,7 @@ class Retrainer:
         numerics = self.links["environment"].get("numerics")
         if isinstance(numerics, dict) and numerics.get("device") == "cuda":
             return
-        rows = config.model.num_rows(config.tokenizer.expected_vocab_size)
-        copies = 1 if config.train.shard == "all" else ranks
-        needed = 4 * config.model.num_parameters(rows) * BYTES_OF_STATE * copies
+        needed = training_bytes(config, ranks)
         cores, free = available_cores(), available_memory()
         why = ""
         if ranks > RANKS_PER_CORE * cores:

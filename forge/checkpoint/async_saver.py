@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ class Saver:
         *,
         keep_last: int,
         keep_every: int | None = None,
+        keep_pairs: bool = False,
         last: bool = False,
     ) -> AsyncSave:
         """Begin to save this state; the previous save must be finished.
@@ -97,12 +99,16 @@ class Saver:
             self._has_copied = True
         failpoints.reach("save.staged")
 
+        commit = partial(
+            directory.commit, keep_last=keep_last, keep_every=keep_every, keep_pairs=keep_pairs
+        )
+
         def work() -> directory.Checkpoint:
             if not live:
                 self._stager.wait()
                 # Training has priority where cores are short. Threads started here inherit this.
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), WRITER_NICE)
-            written = self._write(state, manifest, keep_last, keep_every, save.size)
+            written = self._write(state, manifest, save.size, commit)
             save.seconds = time.perf_counter() - save.started
             return written
 
@@ -171,11 +177,10 @@ class Saver:
         self,
         state: dict[str, Any],
         manifest: Manifest,
-        keep_last: int,
-        keep_every: int | None,
         size: int,
+        commit: Callable[[RunPaths, Path, Manifest], directory.Checkpoint],
     ) -> directory.Checkpoint:
-        """Write and commit the state. The writer thread of every rank calls it."""
+        """Write and commit the state. The writer thread of every rank calls it. commit: also prunes."""
         world = self.writer_world
         if world.device.type == "cuda":
             torch.cuda.set_device(world.device)  # a new thread starts with device 0
@@ -193,17 +198,17 @@ class Saver:
             raise
         complete = manifest.with_files(files).sealed()
 
-        def commit() -> None:
+        def finish() -> None:
             if self.parts_arrive:
                 _wait_for_parts(folder, complete)
             self.before_commit()
             try:
-                directory.commit(self.paths, folder, complete, keep_last, keep_every)
+                commit(self.paths, folder, complete)
             except DiskFull:  # else it would stay full
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
 
-        world.on_main(commit, "commit")
+        world.on_main(finish, "commit")
         return directory.Checkpoint(self.paths.checkpoints / checkpoint_name(step), complete)
 
 

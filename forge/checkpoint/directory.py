@@ -261,6 +261,8 @@ def commit(
     manifest: Manifest,
     keep_last: int,
     keep_every: int | None = None,
+    *,
+    keep_pairs: bool = False,
 ) -> Checkpoint:
     """Make a written temporary directory the newest checkpoint, durably, then prune. Rank 0.
 
@@ -291,7 +293,7 @@ def commit(
         intent.replace(paths.latest)
         fsync_folder(paths.checkpoints)
     failpoints.reach("commit.done", final)
-    prune(paths, keep_last, keep_every)
+    prune(paths, keep_last, keep_every, keep_pairs=keep_pairs)
     return Checkpoint(final, manifest)
 
 
@@ -325,8 +327,11 @@ def finish_commit(paths: RunPaths) -> None:
         fsync_folder(paths.checkpoints)
 
 
-def prune(paths: RunPaths, keep_last: int, keep_every: int | None = None) -> None:
+def prune(
+    paths: RunPaths, keep_last: int, keep_every: int | None = None, *, keep_pairs: bool = False
+) -> None:
     """Remove all but the newest `keep_last` checkpoints and those at multiples of `keep_every`.
+    keep_pairs: also keep the one before each of these.
 
     Keeps the one behind `latest`, and newer ones, which are left where a user has set `latest` back.
     A checkpoint that cannot be removed stays, with a warning: the next save tries again.
@@ -334,8 +339,10 @@ def prune(paths: RunPaths, keep_last: int, keep_every: int | None = None) -> Non
     folder = linked(paths)
     newest = (checkpoint_step(folder.name) or 0) if folder else 0
     line = [f for f in committed(paths.checkpoints) if _step_of(f) <= newest]
+    next_of = dict(itertools.pairwise(line))
     for folder in line[:-keep_last]:
-        if keep_every and _step_of(folder) % keep_every == 0:
+        kept_with = [folder, next_of[folder]] if keep_pairs else [folder]
+        if keep_every and any(_step_of(one) % keep_every == 0 for one in kept_with):
             continue
         remove(folder)
     clean(paths)

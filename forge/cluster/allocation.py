@@ -28,6 +28,7 @@ OF_COMMAND = {
     "tasks_per_node": "tasks_per_node",
     "partition": "slurm_partition",
 }
+OF_NODES = ("slurm_account", "slurm_partition", "constraint", "qos", "gres")
 BEFORE_TRAINING_MIN = 10  # time limit of stage, and of preflight
 
 
@@ -76,6 +77,15 @@ class Allocation:
     def own(self) -> dict[str, Any]:
         """For training: what the profile does not set itself."""
         return {n: v for n, v in self._resources().items() if n not in self.of_profile}
+
+    @property
+    def of_nodes(self) -> dict[str, Any]:
+        """Those of them that choose the kind of the nodes, and who may use them."""
+        return {n: v for n, v in self._resources().items() if n in OF_NODES}
+
+    def resources(self, run: str) -> dict[str, Any]:
+        """Of the allocation of this run."""
+        return dict(self._made[run])
 
     def _resources(self) -> dict[str, Any]:
         """Each resource, as a function of the wildcards where runs differ."""

@@ -78,10 +78,12 @@ class Partition:
         return qos in self.allowed_qos if self.allowed_qos else qos not in self.denied_qos
 
 
-def read_partitions() -> dict[str, Partition]:
-    """The partitions that Slurm shows to this user, by name. Raises what slurm.ask raises."""
-    lines = slurm.ask(*PARTITIONS).splitlines()
-    return parse_partitions(lines, slurm.ask(*NODES).splitlines())
+def read_partitions(*, patience_sec: float | None = None) -> dict[str, Partition]:
+    """The partitions that Slurm shows to this user, by name. patience_sec, and what is raised: as for
+    slurm.ask."""
+    lines = slurm.ask(*PARTITIONS, patience_sec=patience_sec).splitlines()
+    nodes = slurm.ask(*NODES, patience_sec=patience_sec).splitlines()
+    return parse_partitions(lines, nodes)
 
 
 def parse_partitions(partitions: list[str], nodes: list[str]) -> dict[str, Partition]:

@@ -181,13 +181,17 @@ def slurm_extra(machine: Machine, nodes: int, ranks_per_node: int, bad_nodes: Se
         options.append(f"--signal=SIGUSR1@{machine.slurm.warn_sec}")
     if spare or (machine.slurm.shrink and nodes > 1):
         options.append(NO_KILL)
-    given = shlex.split(machine.slurm.options)
-    own = [o.partition("=")[2] for o in given if o.startswith("--exclude=")]
-    given = [o for o in given if not o.startswith("--exclude=")]
-    excluded = [n for o in own for n in slurm.expand(o)] + machine.slurm.exclude + list(bad_nodes)
-    if excluded:
-        options.append(f"--exclude={','.join(dict.fromkeys(excluded))}")
-    return shlex.join(options + given)
+    own = excluding(machine.slurm.options, [*machine.slurm.exclude, *bad_nodes])
+    return f"{shlex.join(options)} {own}".rstrip()
+
+
+def excluding(given: str, nodes: Iterable[str]) -> str:
+    """These options, also without these nodes: of two --exclude sbatch takes the last."""
+    words, option = shlex.split(given), "--exclude="
+    own = [n for w in words if w.startswith(option) for n in slurm.expand(w.partition("=")[2])]
+    excluded = ",".join(dict.fromkeys([*own, *nodes]))
+    others = [word for word in words if not word.startswith(option)]
+    return shlex.join([f"{option}{excluded}", *others] if excluded else others)
 
 
 def validation_extra(machine: Machine, of_profile: Mapping[str, Any]) -> dict[str, str]:

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -239,6 +239,19 @@ def fitting_nodes(request: Request, partition: Partition) -> list[Node]:
         and node.num_gpus(model) >= gpus
         and request.features <= node.features
     ]
+
+
+def nodes_to_avoid(request: Request, trained: Collection[str]) -> list[str]:
+    """The nodes of its partitions that have trained, for a job that should run on others; [] where no
+    other is large enough and up, and where Slurm does not answer."""
+    try:
+        known = read_partitions(patience_sec=0)
+    except (slurm.SlurmSilent, slurm.Refused):
+        return []
+    partitions = asked_partitions(request, known)
+    up = {n.name for p in partitions for n in fitting_nodes(request, p) if n.is_available}
+    there = {node.name for partition in partitions for node in partition.nodes}
+    return sorted(there & set(trained)) if up - set(trained) else []
 
 
 # --- shared storage --------------------------------------------------------------------------------

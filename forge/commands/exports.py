@@ -23,7 +23,7 @@ def add_exports(subcommands: Subcommands) -> None:
         )
     )
     _reproduce_options(
-        subcommands.plain(
+        subcommands.logged(
             "reproduce",
             _reproduce,
             "train parts of the run of an export again, and certify how they ended",
@@ -44,15 +44,17 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
     option("--sign", metavar="KEY", type=Path, help="sign the statement with this private key")
 
 
-def _statement_options(parser: argparse.ArgumentParser) -> None:
+def _statement_options(parser: argparse.ArgumentParser, folder: str) -> None:
+    """folder: what to say of it."""
     option = parser.add_argument
-    option("folder", metavar="FOLDER", type=Path, help="directory of the export")
+    option("folder", metavar="FOLDER", type=Path, help=folder)
     option("--key", metavar="FILE", type=Path, help="public key of the author, in PEM")
     option("--digest", metavar="SHA256", help="that the statement must have, as a paper prints it")
 
 
 def _reproduce_options(parser: argparse.ArgumentParser) -> None:
-    _statement_options(parser)
+    _statement_options(parser, "directory of the export, or of a run, whose last one is taken")
+    its_config_option(parser)
     option = parser.add_argument
     option(
         "--data",
@@ -64,7 +66,7 @@ def _reproduce_options(parser: argparse.ArgumentParser) -> None:
         "--checkpoints",
         metavar="RUN",
         type=Path,
-        help="directory of the run whose checkpoints to use (default: any run of the project)",
+        help="directory of the run whose checkpoints to use (default: FOLDER, if that is one; else any)",
     )
     option("--intervals", type=int, default=3, metavar="K", help="how many to draw (default: 3)")
     option("--seed", type=int, metavar="N", help="of the draw (default: chosen now, and recorded)")
@@ -92,7 +94,7 @@ def _reproduce_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
-    _statement_options(parser)
+    _statement_options(parser, "directory of the export")
     option = parser.add_argument
     option(
         "--data",
@@ -162,13 +164,19 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _reproduce(options: argparse.Namespace) -> None:
-    from forge.attestation.reproduce import ReproduceOptions, reproduce
+    from forge.attestation.reproduce import ReproduceOptions, find_export, reproduce
+    from forge.core.paths import RunPaths
+    from forge.reporting.trusted import trusted_data
 
+    folder, run = find_export(options.folder)
+    data = trusted_data(run or RunPaths(folder), options.its_config, writes=bool(run))
     reproduce(
         ReproduceOptions(
-            folder=options.folder,
+            folder=folder,
+            data=Path(data),
+            run=run,
             texts=options.data,
-            checkpoints=options.checkpoints,
+            checkpoints=options.checkpoints or (run.root if run else None),
             intervals=options.intervals,
             whole=options.whole,
             seed=options.seed,

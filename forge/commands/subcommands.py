@@ -43,9 +43,16 @@ class Subcommands:
         added = self._subparsers.add_parser(name, description=text, allow_abbrev=False)
         added.set_defaults(action=action, takes_overrides=False, parser=added, log=None)
 
-    def logged(self, name: str, action: Callable[[argparse.Namespace], None], text: str) -> Any:
-        """With --log."""
-        added = self.plain(name, action, text)
+    def logged(
+        self,
+        name: str,
+        action: Callable[[argparse.Namespace], None],
+        text: str,
+        *,
+        keys: bool = True,
+    ) -> Any:
+        """With --log. keys: as for `plain`."""
+        added = self.plain(name, action, text, keys=keys)
         added.add_argument("--log", metavar="FILE", help="also append all messages to FILE")
         return added
 

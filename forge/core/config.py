@@ -227,6 +227,15 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _pairs_are_of_kept_checkpoints(self) -> Self:
+        if self.train.keep_pairs and not self.train.keep_every:
+            raise ValueError(
+                "train.keep_pairs is true, and no checkpoints are there to pair: train.keep_every is"
+                f" null; set it, such as to {20 * self.train.checkpoint_every}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _mix_fits_the_sources(self) -> Self:
         if self.train.mix is not None:
             step = self.parent.partition("@")[2] if self.parent else "0"

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge.core import json_lines
-from forge.core.errors import USE_THAT_VERSION, OtherFormat
+from forge.core.errors import USE_THAT_VERSION, ForgeError, OtherFormat
 
 FORMAT = 1
 
@@ -237,6 +237,15 @@ def read(log: Path) -> list[Event]:
     Raises OtherFormat when another version of Forge wrote the log.
     """
     return [event for line in json_lines.lines(log) if (event := parse(line, log)) is not None]
+
+
+def trained_nodes(log: Path) -> set[str]:
+    """Names of the nodes on which ranks of a run were started, as its log has them; none without a log,
+    and for one that cannot be read."""
+    try:
+        return {node for event in read(log) if isinstance(event, Launch) for node in event.nodes}
+    except ForgeError:
+        return set()
 
 
 def parse(line: str, log: Path) -> Event | None:

@@ -140,7 +140,7 @@ class _Below:
 @dataclass(frozen=True)
 class RunPaths:
     """Everything in `results/{run}/`, whoever makes it, but for the locks. Snakemake outputs: config,
-    trained, validated, report, exported, evaluation."""
+    trained, validated, report, exported, reproduced, evaluation."""
 
     root: Path
 
@@ -174,6 +174,7 @@ class RunPaths:
     report = _Below("report.html")
     exports = _Below("export", extended=True)  # a directory for each exported checkpoint
     exported = _Below("exported.json")
+    reproduced = _Below("reproduced.json")
     evaluation = _Below("evaluation.json")
     evaluations = _Below("evaluations", extended=True)  # a record for each evaluated checkpoint
     evaluation_data = _Below("evaluations/data.json")  # which data of tasks is in the cache

@@ -397,6 +397,20 @@ class Exported(Record):
     """Name -> blake3."""
 
 
+class Reproduced(Record):
+    """reproduced.json: parts of the run of the last export were trained again, as its statement says."""
+
+    step: int
+    """Of the export."""
+    statement: str
+    certificate: str
+    """SHA-256 that each has of itself."""
+    file: str
+    """The certificate, relative to the run's directory."""
+    steps: int
+    steps_checked: int
+
+
 class Sample(RecordPart):
     """A prompt and its completion by the model."""
 

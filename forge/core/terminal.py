@@ -61,6 +61,13 @@ def say(message: str) -> None:
         write(message, file)
 
 
+def show(line: str) -> None:
+    """Print a line of results to standard output, and to the log if there is one."""
+    print(line, flush=True)  # at once, also into a file: the next line may take an hour
+    for file in _copies:
+        write(line, file)
+
+
 def write(message: str, file: IO[str]) -> None:
     """Print a message to a stream, each line with the time where the stream is a file.
 

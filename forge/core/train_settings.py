@@ -130,6 +130,9 @@ class Train(Section):
     """Number of newest committed checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1, json_schema_extra=FREE)
     """Also keep every checkpoint whose step is a multiple of this; null: none."""
+    keep_pairs: bool = Field(False, json_schema_extra=FREE)
+    """Of each checkpoint that keep_every keeps also the one before: the steps between both are what
+    `forge reproduce` can train again in a short time."""
 
     @field_validator("mix", mode="before")
     @classmethod

@@ -46,6 +46,14 @@ def memory_bytes(config: ResolvedConfig, world_size: int) -> float:
     return BASE_BYTES + weights + 2 * largest + tokens * _activation_bytes(config) + ranks
 
 
+def training_bytes(config: ResolvedConfig, ranks: int) -> float:
+    """Memory of the host that training on its CPUs needs for weights, optimizer and activations, without
+    what each process takes."""
+    rows = config.model.num_rows(config.tokenizer.expected_vocab_size)
+    copies = 1 if config.train.shard == "all" else ranks
+    return BYTES_OF_STATE * 4 * config.model.num_parameters(rows) * copies
+
+
 def _activation_bytes(config: ResolvedConfig) -> int:
     """Bytes per token in the forward pass of a block, in fp32. The factors cover what was measured with
     samples of 256 and of 2048 tokens (profiles/README.md)."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,10 @@ from support.statements import make_consistent
 from forge import __version__ as forge_version
 from forge.attestation import retrain, verify
 from forge.attestation.certificate import Reproduction, envelope_path
+from forge.core import events
 from forge.core.files import canonical, digest_bytes, digest_file, read_json, write_json
+from forge.core.process import hostname
+from forge.core.records import Reproduced
 
 EVERY = ("--train.checkpoint_every=4", "--train.keep_last=9")  # 4, 8 and 12
 
@@ -131,6 +136,46 @@ def test_checkpoints_are_found_in_the_results_of_the_project(project, honest, ex
     assert certificate().parts_coverable == 3
 
 
+def test_run_that_is_named_gives_its_last_export_its_checkpoints_and_a_record(
+    project, honest, capsys
+):
+    run = honest.copy(project / "results/honest")
+    assert forge("export", str(run.folder), run.data).code == 0
+    done = forge("reproduce", "results/honest", "--intervals=1", "--log=reproduce.log")
+    assert done.code == 0, done.text
+    said = capsys.readouterr().out
+    assert "reproduced: 4 of 12 steps trained again" in said
+    log = Path("reproduce.log").read_text()
+    assert all(line in log for line in said.splitlines())
+    record = Reproduced.read(run.paths.reproduced)
+    assert (record.step, record.steps, record.steps_checked) == (12, 12, 4)
+    assert record.file == "export/step-00000012.certificate.json"
+    named = ("verify", "results/honest/export/step-00000012")
+    done = forge(*named, f"--certificate={run.folder / record.file}")
+    assert done.code == 0, done.text
+
+    shutil.rmtree(run.paths.checkpoints)
+    assert forge("reproduce", "results/honest").code == 65
+    assert not run.paths.reproduced.exists()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "machine"), [([hostname()], "the same"), (["other"], "another"), ([], "unknown")]
+)
+def test_certificate_says_whether_the_machine_has_trained_the_run(
+    project, honest, exported, nodes, machine
+):
+    run = honest.copy(project / "elsewhere")
+    launches = [
+        event for event in events.read(run.paths.events) if isinstance(event, events.Launch)
+    ]
+    run.paths.events.unlink()
+    events.record(run.paths.events, launches[0].model_copy(update={"nodes": nodes}))
+    done = reproduce(exported, f"--checkpoints={run.folder}", "--intervals=1")
+    assert done.code == 0, done.text
+    assert certificate().by.machine == machine
+
+
 def test_whole_run_is_made_from_texts_alone_by_launched_ranks(
     launched, project, exported, tiny_project
 ):
@@ -225,6 +270,16 @@ def test_pruned_checkpoints_leave_longer_intervals_and_no_gap(project, honest, e
     assert done.code == 0, done.text
     assert outcomes() == [(0, 8, "bitwise"), (8, 12, "bitwise")]
     assert certificate().parts_coverable == 3
+
+
+def test_pairs_of_checkpoints_that_a_run_keeps_give_short_intervals(project, runs, tmp_path):
+    kept = ("--train.checkpoint_every=2", "--train.keep_last=1", "--train.keep_every=6")
+    run = runs("pairs", *kept, "--train.keep_pairs=true")
+    assert run.fork("train").end().code == 0
+    folder = export_of(run, tmp_path / "pairs-model")
+    done = reproduce(folder, f"--checkpoints={run.folder}", "--intervals=9")
+    assert done.code == 0, done.text
+    assert outcomes() == [(a, b, "bitwise") for a, b in ((0, 4), (4, 6), (6, 10), (10, 12))]
 
 
 def test_steps_of_another_number_of_ranks_are_within_the_tolerance(project, runs, tmp_path):
@@ -408,6 +463,15 @@ def test_weights_that_a_config_alone_names_are_not_opened(project, model, tmp_pa
     assert "from pretrained weights, which are not trained again" in done.text
 
 
+@pytest.mark.parametrize("folder", ["../../elsewhere", "/etc"])
+def test_record_of_an_export_that_leads_out_of_the_run_is_refused(project, honest, folder):
+    run = honest.copy(project / "theirs")
+    write_json(run.paths.exported, {"format": 1, "step": 12, "folder": folder, "files": {}})
+    done = forge("reproduce", "theirs")
+    assert done.code == 65
+    assert "exported.json cannot be read: folder" in done.text
+
+
 @pytest.mark.parametrize("tokens", ["../../etc", "/etc", "x" * 5000])
 def test_content_id_that_is_a_path_is_refused(project, honest, model, tokens):
     restate(model, lambda links: links["config"]["values"]["ids"].update(tokens=tokens))
@@ -437,11 +501,103 @@ def test_world_that_is_too_large_for_this_machine_is_refused(project, model):
     assert "1,000,000 ranks" in done.text
 
 
-def test_steps_that_do_not_end_are_stopped(project, honest, exported):
-    done = reproduce(exported, f"--checkpoints={honest.folder}", "--minutes=0.0001")
+def test_steps_that_do_not_end_are_stopped(project, honest, model):
+    def hurry(links: dict[str, Any]) -> None:
+        for launch in links["launches"]["launches"]:
+            launch["ended"] = launch["started"]
+
+    restate(model, hurry)
+    done = reproduce(model, f"--checkpoints={honest.folder}", "--minutes=0.0001")
     assert done.code == 69
     assert "did not end within 0.0001 minutes" in done.text
     assert not Path("certificate.json").exists()
+
+
+# --- what could not be trained again ------------------------------------------------------------------
+
+
+def at_the_second_training(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Do something in the place of it; if that returns, the training did not end in time."""
+    commands: list[str] = []
+
+    def end_of(command: list[str], *rest: Any) -> int | None:
+        commands.append(command[3])
+        if commands.count("train") != 2 or command[3] != "train":
+            return in_a_fork(command, *rest)
+        act()
+        return None
+
+    monkeypatch.setattr(retrain, "_end_of", end_of)
+
+
+def test_interval_that_does_not_end_in_time_loses_no_other_and_is_no_success(
+    project, honest, exported, monkeypatch, capsys
+):
+    at_the_second_training(monkeypatch, lambda: None)
+    done = reproduce(exported, f"--checkpoints={honest.folder}", "--minutes=7")
+    assert done.code == 69
+    why = "steps 5 to 8 did not end within 7 minutes"
+    assert f"1 of 3 intervals could not be trained again: {why}" in done.text
+    assert outcomes() == [(0, 4, "bitwise"), (4, 8, "unchecked"), (8, 12, "bitwise")]
+    made = certificate()
+    assert (made.result, made.steps_checked, made.intervals[1].why) == ("incomplete", 8, [why])
+    assert made.chance == pytest.approx(2 / 3)
+    assert f"note  steps 5 to 8: unchecked ({why})" in capsys.readouterr().out
+    verified = forge("verify", str(exported), "--certificate=certificate.json")
+    assert verified.code == 65
+    assert "certificate.json says 'incomplete'" in verified.text
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_reproduction_leaves_the_certificate_of_what_was_trained(
+    project, honest, exported, monkeypatch, number
+):
+    (project / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(project / "scratch"))
+    at_the_second_training(monkeypatch, lambda: os.kill(os.getpid(), number))
+    assert forge("key", "keys/own").code == 0
+    done = reproduce(exported, f"--checkpoints={honest.folder}", "--seed=5", "--sign=keys/own")
+    assert done.code == 75
+    assert "certificate.json has what was trained so far; --seed=5 draws the same" in done.text
+    assert outcomes() == [(0, 4, "bitwise"), (4, 8, "unchecked"), (8, 12, "unchecked")]
+    assert (certificate().result, certificate().steps_checked) == ("incomplete", 4)
+    assert Path("certificate.dsse.json").is_file()
+    assert list((project / "scratch").iterdir()) == []
+
+
+def test_difference_outweighs_what_could_not_be_trained(project, honest, model, monkeypatch):
+    at_the_second_training(monkeypatch, lambda: None)
+    weights = model / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    restate(model, lambda links: None)
+    done = reproduce(model, f"--checkpoints={honest.folder}", "--intervals=2")
+    assert done.code == 65
+    assert "is not reproduced: the weights in the export" in done.text
+    assert certificate().result == "not reproduced"
+
+
+def test_interval_that_took_too_long_is_not_drawn_and_lowers_the_chance(
+    project, honest, model, capsys
+):
+    def say_how_long(links: dict[str, Any]) -> None:
+        [launch] = links["launches"]["launches"]
+        slow = launch | {"last_step": 8, "ended": launch["started"] + 16 * 3600}
+        links["launches"]["launches"] = [slow, launch | {"resumed_from": 8}]
+
+    restate(model, say_how_long)
+    done = reproduce(model, f"--checkpoints={honest.folder}", "--minutes=5")
+    assert done.code == 0, done.text
+    assert outcomes() == [(8, 12, "bitwise")]
+    made = certificate()
+    assert (made.steps_coverable, made.parts_coverable, made.chance) == (4, 1, pytest.approx(1 / 3))
+    said = capsys.readouterr().out
+    assert "2 of 3 intervals are not drawn: they took 8 h and more in the run" in said
+    done = reproduce(model, f"--checkpoints={honest.folder}", "--minutes=0.0001")
+    assert done.code == 69
+    assert "none of the 3 parts of the run can be trained again in 0.0001 minutes" in done.text
+    assert "--minutes N" in done.text
 
 
 # --- what a tired person types ----------------------------------------------------------------------
@@ -470,6 +626,7 @@ def test_corrupt_checkpoint_is_named(project, honest, exported, tmp_path):
     done = reproduce(exported, f"--checkpoints={run.folder}")
     assert done.code == 65
     assert "step-00000008 is corrupt: __0_0.distcp has digest" in done.text
+    assert outcomes() == [(0, 4, "bitwise"), (4, 8, "unchecked"), (8, 12, "unchecked")]
 
 
 @pytest.mark.parametrize(
@@ -495,4 +652,11 @@ def test_wrong_words_are_refused_before_anything_is_trained(project, model, word
 def test_directory_of_a_run_is_not_taken_for_an_export(project, honest):
     done = reproduce(honest.folder)
     assert done.code == 78
+    assert f"forge export {honest.folder}" in done.text
     assert "name the directory that `forge export` has made" in done.text
+
+
+def test_name_that_is_none_says_what_to_name(project):
+    done = reproduce(Path("base"))
+    assert done.code == 78
+    assert "base does not exist" in done.text and "such as results/base" in done.text

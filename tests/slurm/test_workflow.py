@@ -151,6 +151,24 @@ def test_one_rank_on_one_node_is_no_special_case_for_a_profile_that_stages(
     uninterrupted.equals(project.run())
 
 
+def test_steps_are_trained_again_on_another_node_than_those_that_trained(
+    new_project: NewProject, cluster: Cluster
+) -> None:
+    """One command: which nodes will have trained is not known when it starts."""
+    few = TINY_CONFIG["train"] | {"max_steps": 20}
+    project = new_project(on=3, values={"train": few})
+    assert project.end(project.start("reproduce")) == 0, project.said()
+    run = project.run()
+    [launch] = run.events("launch")
+    job = cluster.job(project.submitted()[-1])
+    assert (len(launch["nodes"]), job["NumNodes"], job["NumCPUs"]) == (2, "1", "2")
+    assert {job["NodeList"]} == set(cluster.nodes[:3]) - set(launch["nodes"])
+    record = read_json(run.paths.reproduced)
+    made = read_json(run.folder / record["file"])["predicate"]
+    assert made["by"]["machine"] == "another"
+    assert [one["outcome"] for one in made["intervals"]] == ["bitwise"]
+
+
 def test_interactive_profile_trains_inside_an_allocation(
     new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:

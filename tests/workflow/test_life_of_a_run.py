@@ -16,6 +16,7 @@ from support.run_directory import unnamed
 
 from forge.core import json_lines
 from forge.core.errors import Exit
+from forge.core.files import read_json
 from forge.core.paths import WORKFLOW_RUNS
 from forge.core.records import WorkflowRuns
 
@@ -155,6 +156,31 @@ def test_new_prompts_validate_again_and_train_nothing(shared_project):
     assert "rule train_run" not in output
     assert "validated" not in output.splitlines()[-1]  # nothing was done: no table
     shared_project.write_config()
+
+
+def test_reproduction_is_recorded_and_a_negative_certificate_survives(shared_project):
+    code, output = shared_project.snakemake("reproduce")
+    assert code == 0, output
+    assert started_rules(output) == ["export_run", "reproduce_run", "reproduce"]
+    assert "  ok    steps 5 to 8: bitwise equal" in output
+    log = shared_project.path("logs/reproduce.log").read_text()
+    assert "reproduced: 12 of 12 steps trained again" in log
+    assert "on a machine that has trained the run, too" in log
+    record = shared_project.read("reproduced.json")
+    certificate = shared_project.path(record["file"])
+    assert read_json(certificate)["predicate"]["sha256"] == record["certificate"]
+    code, output = shared_project.snakemake("-n", "reproduce")
+    assert "Nothing to be done" in output
+
+    [tensors] = shared_project.path("checkpoints/step-00000008").glob("__0_0.distcp")
+    data = tensors.read_bytes()
+    tensors.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    code, output = shared_project.snakemake("--forcerun=reproduce_run", "reproduce")
+    tensors.write_bytes(data)
+    assert code != 0
+    assert "2 of 3 intervals could not be trained again" in output
+    assert not shared_project.path("reproduced.json").exists()
+    assert read_json(certificate)["predicate"]["result"] == "incomplete"
 
 
 def test_tasks_score_every_kept_checkpoint_on_this_machine_and_train_nothing(

@@ -332,3 +332,16 @@ def test_example_of_kempner_gives_validation_a_gpu(submitted, shared_project):
         *("rule_validate_run_wildcards_base", "-A", "my_kempner_lab", "-p", "kempner_h100"),
         *("-t", "120", "--mem", "16000", "--requeue", "--cpus-per-task=8", "--gres=gpu:1"),
     ]
+
+
+def test_reproduction_asks_for_one_node_like_those_that_train(submitted, shared_project):
+    shared_project.write_config()
+    shared_project.path("exported.json").parent.mkdir(parents=True, exist_ok=True)
+    shared_project.path("exported.json").touch()
+    line = submitted(
+        "kempner", "--allowed-rules", "reproduce_run", "--", "results/base/reproduced.json"
+    )
+    assert line[len(COMMON) :] == [
+        *("rule_reproduce_run_wildcards_base", "-A", "my_kempner_lab", "-p", "kempner_h100"),
+        *("-t", "120", "--mem", "16000", "--requeue", "--cpus-per-task=8", "--gres=gpu:4"),
+    ]

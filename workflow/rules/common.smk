@@ -49,6 +49,9 @@ try:
     VALIDATION = helpers.validation_extra(
         ALLOCATION.machine, workflow.resource_settings
     )
+    REPRODUCTION = helpers.reproduction_resources(
+        ALLOCATION, workflow.resource_settings
+    )
 except ForgeError as err:
     raise WorkflowError(str(err)) from None
 
@@ -140,6 +143,31 @@ def validation_mem_mb(wildcards):
     return model_mem_mb(wildcards.run)
 
 
+def training_ranks(wildcards):
+    """Of this run; a core for each is enough to train parts of it again."""
+    return ALLOCATION.layout(wildcards.run).world_size
+
+
+def reproduction_mem_mb(wildcards):
+    return helpers.reproduction_mem_mb(
+        RUNS[wildcards.run],
+        training_ranks(wildcards),
+        workflow.resource_settings.default_resources,
+    )
+
+
+def reproduction_extra(wildcards, threads):
+    """Read again when the job is submitted: only then its run has trained, in the same command."""
+    return helpers.reproduction_extra(
+        RUNS[wildcards.run],
+        ALLOCATION,
+        workflow.resource_settings,
+        threads=threads,
+        mem_mb=reproduction_mem_mb(wildcards),
+        submits=PROFILE.submits,
+    )
+
+
 def tokenizer_manifest(settings):
     return tokenizer_folder(DATA, settings.ids.tokenizer) / "manifest.json"
 
@@ -222,6 +250,17 @@ def evaluation_files(wildcards):
             "Set it in config/config.yaml, such as `evaluate: {tasks: [hellaswag]}`."
         )
     return files_of(EVALUATED, "evaluation.json")
+
+
+def reproduction_files(wildcards):
+    """What the target `reproduce` asks for: of the runs of Forge's own trainer."""
+    runs = [run for run, settings in RUNS.items() if settings.ids.tokens]
+    if not runs:
+        raise WorkflowError(
+            f"nothing to reproduce: {', '.join(RUNS)} is trained by another program, and only"
+            " steps of Forge's own trainer are trained again."
+        )
+    return files_of(runs, "reproduced.json")
 
 
 def resumed_files(wildcards):

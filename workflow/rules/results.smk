@@ -49,6 +49,33 @@ rule export_run:
         "exec forge export {params.run:q} --config={params.config:q} --log={log:q}"
 
 
+# Not part of `train`: intervals of the run are trained again, by the target `reproduce`. The certificate,
+# also a negative one, is beside the export, and no output.
+rule reproduce_run:
+    input:
+        f"{RESULTS}/{{run}}/exported.json",
+    output:
+        f"{RESULTS}/{{run}}/reproduced.json",
+    log:
+        f"{RESULTS}/{{run}}/logs/reproduce.log",
+    conda:
+        "../envs/forge.yaml"
+    threads: training_ranks
+    resources:
+        # Nodes like those that have trained, on which the last bits depend, and one that is none of these.
+        # set-resources of the profile wins.
+        **REPRODUCTION,
+        mem_mb=reproduction_mem_mb,
+        slurm_extra=reproduction_extra,
+    params:
+        config=settings_of("config_run"),
+        run=lambda w: f"{RESULTS}/{w.run}",
+    shell:
+        "exec forge reproduce {params.run:q} --config={params.config:q} --log={log:q}"
+        # A quarter of the time for each of the three intervals.
+        " --minutes=$(({resources.runtime:q} / 4))"
+
+
 # On this machine, since nodes of a cluster have no internet: the data of the tasks, into the cache of
 # Hugging Face's `datasets`.
 rule evaluate_data:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.manifests import manifest_of
 
-from forge.attestation.intervals import Interval, coverage, drawn
+from forge.attestation.intervals import Interval, coverage, drawn, seconds_of
 from forge.attestation.verify import VerificationError
 from forge.core.files import digest_file
 from forge.core.paths import RunPaths, checkpoint_name
@@ -34,7 +35,12 @@ def links_of(run: RunPaths, exported: int = 40, **parents: Any) -> dict[str, dic
         "checkpoints": {"saved": saved},
         "parents": {"checkpoint": None, "weights": None, **parents},
         "config": {"values": {"model": {}}},
+        "launches": {"launches": [launch(0, 20, 200.0), launch(20, 40, 20.0)]},
     }
+
+
+def launch(begin: int, end: int, seconds: float) -> dict[str, Any]:
+    return {"resumed_from": begin, "last_step": end, "started": 1000.0, "ended": 1000.0 + seconds}
 
 
 def digest_of(run: RunPaths, step: int) -> str:
@@ -59,6 +65,29 @@ def test_checkpoint_of_another_digest_or_of_a_later_step_is_none_of_the_run(run)
     covers = coverage(links, [run])
     assert ends(covers.intervals) == [(0, 10), (10, 30)]
     assert covers.parts_in(covers.intervals) == 3
+
+
+def test_intervals_that_took_too_long_are_not_drawn_and_count_as_unchecked(run):
+    covers = coverage(links_of(run), [run], most_sec=99.0)
+    assert ends(covers.intervals) == [(20, 30), (30, 40)]
+    assert ends(covers.too_long) == [(0, 10), (10, 20)]
+    assert covers.parts_in(covers.intervals) == 2 and covers.chance(2) == 0.5
+    assert coverage(links_of(run), [run], most_sec=100.0).too_long == ()
+
+
+def test_steps_that_were_trained_twice_took_what_the_faster_launch_needed(run):
+    links = links_of(run)
+    links["launches"]["launches"] += [launch(10, 15, 5.0), launch(15, 15, 9.0), launch(9, 5, 9.0)]
+    assert seconds_of(Interval(10, 20, None, None), links) == 10.0
+    assert seconds_of(Interval(0, 10, None, None), links) == 100.0
+    assert seconds_of(Interval(50, 60, None, None), links) == 0.0
+
+
+@pytest.mark.parametrize("odd", [math.inf, math.nan, -1.0, 10**400, "9", None])
+def test_times_that_no_clock_shows_are_none(run, odd):
+    links = links_of(run)
+    links["launches"]["launches"] = [launch(0, 20, 5.0) | {"ended": odd}, launch(20, 10**400, 5.0)]
+    assert coverage(links, [run], most_sec=1.0).too_long == ()
 
 
 def test_missing_last_checkpoint_counts_as_unchecked(run):

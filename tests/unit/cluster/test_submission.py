@@ -331,3 +331,35 @@ def test_equal_jobs_are_asked_about_once_and_local_ones_not_at_all():
 
 def test_jobs_for_another_cluster_are_not_checked_here():
     assert requests_of([job("tokenize", {"runtime": 60, "cluster": "far"})]) == []
+
+
+# --- a job on other nodes than those that trained ---------------------------------------------------
+
+
+def avoided(monkeypatch, trained, nodes=NODES, request=TOKENIZE):
+    known = {"main": replace(MAIN, nodes=nodes)}
+    monkeypatch.setattr(submission, "read_partitions", lambda patience_sec: known)
+    return submission.nodes_to_avoid(request, trained)
+
+
+def test_nodes_that_trained_are_avoided_where_another_one_fits(monkeypatch):
+    assert avoided(monkeypatch, {"n1", "n3"}) == ["n1", "n3"]
+    assert avoided(monkeypatch, {"n1", "of-another-cluster"}) == ["n1"]
+
+
+def test_nodes_that_trained_are_not_avoided_where_the_job_could_only_wait(monkeypatch):
+    assert avoided(monkeypatch, {"n1", "n2", "n3", "n4"}) == []
+    down = (*NODES[:3], replace(NODES[3], state="down"))
+    assert avoided(monkeypatch, {"n1", "n2", "n3"}, down) == []
+    small = (*NODES[:3], replace(NODES[3], memory_mb=3000))
+    assert avoided(monkeypatch, {"n1", "n2", "n3"}, small) == []
+    unhealthy = replace(TOKENIZE, extra="--exclude=n4")
+    assert avoided(monkeypatch, {"n1", "n2", "n3"}, request=unhealthy) == []
+
+
+def test_nodes_that_trained_are_not_avoided_while_slurm_is_silent(monkeypatch):
+    def silent(patience_sec):
+        raise slurm.silent("sinfo: Unable to contact slurm controller")
+
+    monkeypatch.setattr(submission, "read_partitions", silent)
+    assert submission.nodes_to_avoid(TOKENIZE, {"n1"}) == []

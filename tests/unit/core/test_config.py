@@ -52,7 +52,7 @@ def test_unknown_key_of_a_large_section_is_not_answered_with_all_its_keys():
     with pytest.raises(ConfigError) as caught:
         config_of(**{"train.learning_rate": 0.1})
     assert "did you mean lr?" in str(caught.value)
-    assert "the nearest of the 38 keys of train: " in str(caught.value)
+    assert "the nearest of the 39 keys of train: " in str(caught.value)
     assert str(caught.value).splitlines()[0].count(",") < 6
 
 
@@ -242,6 +242,13 @@ def test_rewind_is_refused_with_what_to_do_instead():
     [line] = [line for line in str(error.value).splitlines() if "train.spike" in line]
     assert "train.spike is 'rewind': Forge does not rewind any more: use stop or skip" in line
     assert "parent: RUN@STEP and another train.seed" in line
+
+
+def test_pairs_of_no_kept_checkpoints_are_refused_with_what_to_set():
+    values = {"train.keep_pairs": True, "train.checkpoint_every": 30}
+    with pytest.raises(ConfigError, match=r"train.keep_pairs is true.* set it, such as to 600"):
+        config_of(**values)
+    assert config_of(**values, **{"train.keep_every": 300}).train.keep_pairs
 
 
 @pytest.mark.parametrize(
