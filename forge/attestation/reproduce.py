@@ -281,7 +281,9 @@ class _Draw:
             steps_checked=_steps(trained),
             parts=len(covers.saved),
             parts_coverable=covers.parts_in(coverable),
-            chance=1.0 if request.whole else covers.chance(len(trained)),
+            chance=covers.parts_in(trained) / len(covers.saved)
+            if request.whole
+            else covers.chance(len(trained)),
             texts="made again" if request.texts else "by digest",
             export=self.export,
             tolerance=TOLERANCE,
