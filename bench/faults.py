@@ -75,7 +75,11 @@ def preempt(job: StruckJob, ranks: list[psutil.Process]) -> Repair:
         *("--partition=high", "--exclusive", f"--nodes={len(hosts)}"),
         *(f"--nodelist={','.join(hosts)}", "--output=/dev/null", "--wrap=sleep 2"),
     )
-    job.cluster.wait_for_state(first, "RUNNING COMPLETED", timeout=90)
+    try:
+        job.cluster.wait_for_state(first, "RUNNING COMPLETED", timeout=90)
+    except ClusterError:  # another event has taken one of these nodes: it must not strike later
+        job.cluster.run("scancel", first)
+        raise
     return nothing
 
 

@@ -26,7 +26,7 @@ from tools.slurm_cluster.inside import Inside
 from tools.slurm_cluster.machines import ClusterError, wait_until
 from tools.slurm_cluster.rank_processes import rank_processes
 
-NODES, RANKS_PER_NODE = 2, 2
+NODES = 2
 FABRIC_SEC = 20  # after which ranks notice that a peer is silent
 LONGEST_SEC = 240.0
 LOOK_SEC = 0.02
@@ -38,17 +38,18 @@ class LabRun:
 
     cluster: Cluster
     folder: Path  # of the project
+    ranks_per_node: int
     command: Inside
 
     @classmethod
-    def start(cls, cluster: Cluster, folder: Path, partition: str) -> LabRun:
+    def start(cls, cluster: Cluster, folder: Path, partition: str, ranks_per_node: int) -> LabRun:
         make_project(
             folder,
             1_000_000,
             train={"log_every": 1, "eval_every": 10**6, "checkpoint_every": 200, "batch_size": 8},
             train_run={
                 **{"slurm_partition": partition, "nodes": NODES, "runtime": 30},
-                "tasks_per_node": RANKS_PER_NODE,
+                "tasks_per_node": ranks_per_node,
             },
         )
         machine = folder / "profiles/slurm-cpu/machine.yaml"
@@ -57,7 +58,11 @@ class LabRun:
         machine.write_text(yaml.safe_dump(values))
         # Its output into a file: a pipe that nobody reads would stop it.
         line = "exec snakemake --profile profiles/slurm-cpu train > snakemake.out 2>&1"
-        return cls(cluster, folder, cluster.popen("bash", "-c", line, cwd=folder))
+        return cls(cluster, folder, ranks_per_node, cluster.popen("bash", "-c", line, cwd=folder))
+
+    @property
+    def num_ranks(self) -> int:
+        return NODES * self.ranks_per_node
 
     @property
     def paths(self) -> RunPaths:
@@ -102,9 +107,8 @@ class LabRun:
             return bool(launch and save and save.time > launch.time)
 
         wait_until(saved, LONGEST_SEC, "a checkpoint of the new launch", self.said, every=0.2)
-        num_ranks = NODES * RANKS_PER_NODE
         wait_until(
-            lambda: len(rank_processes(self.paths.launches)) == num_ranks,
+            lambda: len(rank_processes(self.paths.launches)) == self.num_ranks,
             10,
             "all ranks",
             self.said,
@@ -227,7 +231,7 @@ class Rounds:
             if ended is None and all(map(faults.is_gone, ranks)):
                 ended, before = now, _newest(run.paths).step
             for launch in folder.glob("*/"):
-                if launch.name not in (old.launch, *processes) and _has_all_pids(launch):
+                if launch.name not in (old.launch, *processes) and _pids(launch) == run.num_ranks:
                     processes[launch.name] = now
             newest = _newest(run.paths)
             if newest.step > before and newest.launch != old.launch:
@@ -246,8 +250,8 @@ def _has_failed(launch: Path) -> bool:
     return any(read_object_or_empty(path).get("status") in ("failed", "lost") for path in found)
 
 
-def _has_all_pids(launch: Path) -> bool:
-    return len([*launch.glob("rank-*.pid")]) == NODES * RANKS_PER_NODE
+def _pids(launch: Path) -> int:
+    return len([*launch.glob("rank-*.pid")])
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """From an event to the next new step of a run: how long, and spent on what? Seconds.
 
-python -m bench.recovery [--event NAME ...] [--rounds 5] [--quick]
+python -m bench.recovery [--event NAME ...] [--rounds 5] [--ranks-per-node 2] [--quick]
 brings up the test cluster, so needs root and Slurm
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import pandas as pd
 
 from bench import kernels
-from bench.interruptions import EVENTS, NODES, RANKS_PER_NODE, LabRun, Rounds
+from bench.interruptions import EVENTS, NODES, LabRun, Rounds
 from bench.recovery_split import PHASES, Split
 from tools.slurm_cluster.cluster import Cluster, base_folder, why_not
 from tools.slurm_cluster.machines import ClusterError
@@ -22,6 +22,7 @@ from tools.slurm_cluster.settings import Settings, default_partitions
 from tools.slurm_cluster.temporary import temporary_cluster
 
 ROUNDS = 5
+RANKS_PER_NODE = 2
 KERNELS = "kernels"
 
 
@@ -39,6 +40,13 @@ def main() -> None:
         help="once or more: " + " · ".join(f"{name}: {text}" for name, text in what.items()),
     )
     parser.add_argument("--rounds", type=_count, default=ROUNDS, help=f"of each event ({ROUNDS})")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=_count,
+        default=RANKS_PER_NODE,
+        metavar="N",
+        help=f"on {NODES} nodes ({RANKS_PER_NODE}); what starts faster depends on cores for each rank",
+    )
     parser.add_argument("--quick", action="store_true", help="one round, by default of killed-rank")
     options = parser.parse_args()
     names = options.event or (["killed-rank"] if options.quick else list(EVENTS))
@@ -46,37 +54,38 @@ def main() -> None:
     if KERNELS in names:
         kernels.run(is_quick=options.quick)
     if names := [name for name in dict.fromkeys(names) if name != KERNELS]:
-        on_cluster(names, rounds)
+        on_cluster(names, rounds, options.ranks_per_node)
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rounds; 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of 1 or more")
     return int(text)
 
 
-def on_cluster(names: Sequence[str], rounds: int) -> None:
+def on_cluster(names: Sequence[str], rounds: int, ranks_per_node: int) -> None:
     """Measure these events, and print the table of each as soon as it is complete."""
     if reason := why_not():
         print(f"skipped: {reason}")
         return
     settings = Settings(nodes=4, partitions=default_partitions(grace_sec=30))
     print(
-        f"seconds from the event to the next new step: {NODES} nodes x {RANKS_PER_NODE} ranks on"
+        f"seconds from the event to the next new step: {NODES} nodes x {ranks_per_node} ranks on"
         f" {os.cpu_count()} cores, medians of {rounds}",
         flush=True,
     )
     with temporary_cluster(base_folder(), f"bench-{os.getpid()}", settings) as cluster:
         for name in names:
-            splits = measure(cluster, name, rounds)
+            splits = measure(cluster, name, rounds, ranks_per_node)
             print(f"\n{name}: {EVENTS[name].what} (load {os.getloadavg()[0]:.1f})")
             print(table(splits).to_string(float_format="{:,.1f}".format), flush=True)
 
 
-def measure(cluster: Cluster, name: str, rounds: int) -> list[Split]:
+def measure(cluster: Cluster, name: str, rounds: int, ranks_per_node: int) -> list[Split]:
     """The rounds of one event, in a run of its own."""
     event = EVENTS[name]
-    run = LabRun.start(cluster, cluster.folder / "scratch" / name, event.partition)
+    folder = cluster.folder / "scratch" / name
+    run = LabRun.start(cluster, folder, event.partition, ranks_per_node)
     try:
         each = Rounds(run, event)
         return [each.next() for _ in range(rounds)]

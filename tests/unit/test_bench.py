@@ -46,11 +46,12 @@ def test_a_part_that_fails_is_named_and_the_others_still_run(
     ("wrong", "said"),
     [
         (["--event", "kiled-rank"], "invalid choice: 'kiled-rank' (choose from 'killed-rank'"),
-        (["--rounds", "0"], "'0' is not a number of rounds; 1 or more"),
-        (["--rounds", "many"], "'many' is not a number of rounds; 1 or more"),
+        (["--rounds", "0"], "--rounds: '0' is not an integer of 1 or more"),
+        (["--rounds", "many"], "--rounds: 'many' is not an integer of 1 or more"),
+        (["--ranks-per-node", "-1"], "--ranks-per-node: '-1' is not an integer of 1 or more"),
     ],
 )
-def test_recovery_refuses_an_event_or_a_number_of_rounds_that_is_none(
+def test_recovery_refuses_an_event_or_a_number_that_is_none(
     wrong: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.recovery", *wrong])
