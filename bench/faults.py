@@ -88,7 +88,9 @@ def reach_time_limit(job: StruckJob, ranks: list[psutil.Process]) -> Repair:
     before it is due. Returns when the job has been requeued, or has ended."""
     struck, before = job.job, restarts(job)
     of_job = job.cluster.job(struck)
-    _set_time_limit(job.cluster, struck, _minutes(of_job["RunTime"]) + 2)
+    near, limit = _minutes(of_job["RunTime"]) + 2, _minutes(of_job["TimeLimit"])
+    if is_first := limit > near:  # else another event has brought it near, and will restore it
+        _set_time_limit(job.cluster, struck, near)
 
     def has_ended() -> bool:
         with contextlib.suppress(ClusterError):  # another fault: slurmctld is away
@@ -101,9 +103,9 @@ def reach_time_limit(job: StruckJob, ranks: list[psutil.Process]) -> Repair:
 
     def repair() -> None:
         with contextlib.suppress(ClusterError):  # it has ended for good
-            _set_time_limit(job.cluster, struck, _minutes(of_job["TimeLimit"]))
+            _set_time_limit(job.cluster, struck, limit)
 
-    return repair
+    return repair if is_first else nothing
 
 
 def cut_power(job: StruckJob, ranks: list[psutil.Process]) -> Repair:

@@ -7,13 +7,15 @@ import json
 import statistics
 import sys
 from collections import Counter
-from itertools import islice, pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
 
+from bench import faults
 from bench.storm import __main__ as storm
 from bench.storm import chain, model, picture, raw, record, score, table, trace
 from bench.storm.raw import Allocation, Raw, Steps, Strike
@@ -424,3 +426,27 @@ def test_tables_leave_out_what_cannot_be_counted_of_a_contender_that_loses_sampl
     }
     # Goodput, outcomes, seconds; the model, too.
     assert {name: len(found) for name, found in of.items()} == {"lossy": 3, "chained": 4}
+
+
+class _Slurm:
+    """Keeps the time limit of one job, which was requeued whenever somebody looks again."""
+
+    def __init__(self) -> None:
+        self.limit, self.restarts = 60, count()
+
+    def job(self, job: str) -> dict[str, str]:
+        limit = f"{self.limit // 60:02}:{self.limit % 60:02}:00"
+        restarts = str(next(self.restarts))
+        return {"RunTime": "00:02:25", "TimeLimit": limit, "Restarts": restarts}
+
+    def run(self, *words: str) -> None:
+        self.limit = int(words[-1].removeprefix("TimeLimit="))
+
+
+def test_job_keeps_its_time_limit_where_two_events_bring_it_near() -> None:
+    slurm = _Slurm()
+    repairs = [faults.reach_time_limit(Mock(cluster=slurm, job="1"), []) for _ in range(2)]
+    assert slurm.limit == 4
+    for repair in repairs:
+        repair()
+    assert slurm.limit == 60
