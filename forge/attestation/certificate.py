@@ -37,6 +37,14 @@ class TrainedAgain(RecordPart):
     """What differs between both trainings and may change bits; [] where they must be bitwise equal. Of
     unchecked steps why they were not trained again."""
 
+    @property
+    def is_other(self) -> bool:
+        return self.outcome == "other"
+
+    @property
+    def is_unchecked(self) -> bool:
+        return self.outcome == "unchecked"
+
     @classmethod
     def unchecked(cls, interval: Interval, why: str) -> TrainedAgain:
         return cls(

@@ -164,7 +164,8 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _reproduce(options: argparse.Namespace) -> None:
-    from forge.attestation.reproduce import ReproduceOptions, find_export, reproduce
+    from forge.attestation.reproduce import find_export, reproduce
+    from forge.attestation.reproduce_options import ReproduceOptions
     from forge.core.paths import RunPaths
     from forge.reporting.trusted import trusted_data
 
