@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 from collections.abc import Iterable
@@ -19,6 +20,7 @@ from forge.attestation.verify import Links, VerificationError
 from forge.checkpoint.directory import Checkpoint
 from forge.core import events
 from forge.core.errors import DataError, ForgeError, UnfitError
+from forge.core.files import atomic_open
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
 from forge.reporting.find_runs import results_folder
@@ -52,7 +54,9 @@ class Draw:
             raise VerificationError(
                 "it is of another training program, and only Forge's own trainer is run: nothing was run"
             )
-        covers = coverage(links, _runs(request), 60 * request.minutes / SLOWER)
+        # A checkpoint that is named is tried in the time that there is.
+        most_sec = math.inf if request.checkpoint else 60 * request.minutes / SLOWER
+        covers = coverage(links, _runs(request), most_sec)
         if covers.too_long and not request.whole:
             print_not_drawn(covers, links)
         seed = secrets.randbits(32) if request.seed is None else request.seed
@@ -63,9 +67,11 @@ class Draw:
         try:
             made = trainer.train(interval)
             result = judged(interval, made, trainer.weights_digest, self.links)
-        except (ForgeError, VerificationError) as err:
+        except (ForgeError, VerificationError, FileNotFoundError) as err:
             if isinstance(err, VerificationError):
                 err = DataError(str(err))
+            elif isinstance(err, FileNotFoundError):
+                err = _pruned(err)
             self.trouble = self.trouble or err
             self.results.append(TrainedAgain.unchecked(interval, err.what.splitlines()[0]))
         else:
@@ -96,15 +102,15 @@ class Draw:
         return Reproduction(
             statement=verify.read_statement(self.statement)["predicate"]["sha256"],
             result=self.result,
-            seed=None if request.whole else self.seed,
+            seed=self.seed if request.is_drawn else None,
             steps=covers.steps,
             steps_coverable=_steps(coverable),
             steps_checked=_steps(trained),
             parts=len(covers.saved),
             parts_coverable=covers.parts_in(coverable),
-            chance=covers.parts_in(trained) / len(covers.saved)
-            if request.whole
-            else covers.chance(len(trained)),
+            chance=covers.chance(len(trained))
+            if request.is_drawn
+            else covers.parts_in(trained) / len(covers.saved),
             texts="made again" if request.texts else "by digest",
             export=self.export,
             tolerance=TOLERANCE,
@@ -114,7 +120,11 @@ class Draw:
         )
 
     def write(self) -> str:
-        """Write the certificate; its digest."""
+        """Write the certificate, for a checkpoint that was named also its statement; the digest of the
+        certificate."""
+        if self.request.checkpoint:
+            with atomic_open(self.request.statement_copy, "wb") as file:
+                file.write(self.statement)
         return write_certificate(self.request.certificate, self.made, self.statement, self.key)
 
 
@@ -144,6 +154,8 @@ def _chosen(request: ReproduceOptions, covers: Coverage, seed: int) -> list[Inte
                 " which are not trained again: leave --whole out"
             )
         return [Interval(0, covers.last, None, covers.exported)]
+    if request.checkpoint:
+        return _named(request, covers)
     if covers.too_long and not covers.intervals:
         raise UnfitError(
             f"none of the {len(covers.saved)} parts of the run can be trained again in"
@@ -159,6 +171,25 @@ def _chosen(request: ReproduceOptions, covers: Coverage, seed: int) -> list[Inte
             fix="name the directory of the run: --checkpoints RUN; or train all of it: --whole",
         )
     return drawn(covers.intervals, request.intervals, seed)
+
+
+def _named(request: ReproduceOptions, covers: Coverage) -> list[Interval]:
+    """The interval that ends with the checkpoint that the user has named."""
+    if interval := [one for one in covers.intervals if one.last == covers.last]:
+        return interval
+    raise DataError(
+        f"the steps up to {request.checkpoint} cannot be trained again: no checkpoint before it is there",
+        cause="they were pruned, and the run began from another run or from pretrained weights",
+        fix="train.keep_every and train.keep_pairs: true keep a checkpoint and the one before it",
+    )
+
+
+def _pruned(err: FileNotFoundError) -> DataError:
+    return DataError(
+        f"{err.filename} was removed while it was read",
+        cause="the run is training and keeps only its newest checkpoints",
+        fix="train.keep_every and train.keep_pairs: true keep a checkpoint and the one before it",
+    )
 
 
 def _steps(intervals: Iterable[Interval]) -> int:

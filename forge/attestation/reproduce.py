@@ -54,6 +54,11 @@ def reproduce(request: ReproduceOptions) -> None:
     Raises DataError where the export fails its verification, or is not reproduced; ConfigError for what
     the user names; UnfitError where this machine is too small or too slow, also for one interval.
     """
+    refuse_bad(trained_again(request))
+
+
+def trained_again(request: ReproduceOptions) -> Draw:
+    """As `reproduce`, whatever came out of it."""
     check(request)
     key = _signing_key(request)
     if request.run:
@@ -63,19 +68,19 @@ def reproduce(request: ReproduceOptions) -> None:
         verify.verify(request.folder, request.key, request.digest, show)
         statement = verify.read_bytes(request.folder / verify.STATEMENT)
         with (
-            _stopped_by_sigterm(),
+            stopped_by_sigterm(),
             tempfile.TemporaryDirectory(prefix="forge-reproduce-") as scratch,
         ):
             draw = Draw.of(request, statement, key)
             _train_again(draw, Path(scratch))
             _certify(draw)
     except VerificationError as err:
-        raise DataError(f"{request.folder}: {err}") from None
-    _refuse_bad(draw)
+        raise DataError(f"{request.named}: {err}") from None
+    return draw
 
 
 @contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
+def stopped_by_sigterm() -> Iterator[None]:
     """SIGTERM, of Slurm or as Snakemake ends, stops the training and removes its files as Ctrl-C does."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -84,9 +89,9 @@ def _stopped_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _refuse_bad(draw: Draw) -> None:
+def refuse_bad(draw: Draw) -> None:
     """Raise what keeps the result from being `reproduced`."""
-    folder, failed = draw.request.folder, [one for one in draw.results if one.is_unchecked]
+    folder, failed = draw.request.named, [one for one in draw.results if one.is_unchecked]
     if draw.result == "not reproduced":
         wrong = [f"steps {one.first + 1} to {one.last}" for one in draw.results if one.is_other]
         wrong += ["the weights in the export"] * (draw.export == "other")
@@ -128,10 +133,11 @@ def _train_again(draw: Draw, scratch: Path) -> None:
         if draw.last is None:
             assert draw.trouble is not None
             raise draw.trouble
-        draw.export = _compared_export(draw, trainer)
+        # Of a checkpoint that was named the export was made just now.
+        draw.export = "same" if request.checkpoint else _compared_export(draw, trainer)
     except KeyboardInterrupt:
         if draw.last:
-            again = "" if request.whole else f"; --seed={draw.seed} draws the same"
+            again = f"; --seed={draw.seed} draws the same" if request.is_drawn else ""
             say(f"{request.certificate} has what was trained so far{again}")
         raise
     draw.is_complete = True

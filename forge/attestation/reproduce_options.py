@@ -22,7 +22,8 @@ class ReproduceOptions:
     all runs of the project. intervals: how many are drawn, by `seed`; None for
     one that is chosen now. whole: all steps instead, from the first on. code: a checkout of Forge.
     minutes: that an interval may take. to: the certificate; None: beside the folder. sign: a private
-    key."""
+    key. checkpoint: the one of a run that the user has named, of which the folder is an export: then the
+    interval that ends with it is trained again, and no other."""
 
     folder: Path
     data: Path
@@ -38,19 +39,43 @@ class ReproduceOptions:
     digest: str | None = None
     to: Path | None = None
     sign: Path | None = None
+    checkpoint: Path | None = None
+
+    @property
+    def named(self) -> Path:
+        """What the user has named."""
+        return self.checkpoint or self.folder
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the intervals are drawn, by `seed`."""
+        return not self.whole and self.checkpoint is None
 
     @property
     def certificate(self) -> Path:
         folder = self.folder.absolute()
         return self.to or folder.with_name(f"{folder.name}.certificate.json")
 
+    @property
+    def statement_copy(self) -> Path:
+        """Where the statement of a checkpoint is kept, whose export is not."""
+        name = self.certificate.name.removesuffix(".json")
+        return self.certificate.with_name(f"{name}.statement.json")
+
 
 def check(request: ReproduceOptions) -> None:
-    """ConfigError for a path or a number of the command line that cannot be right."""
-    for path in filter(None, (request.folder, request.key, request.checkpoints, request.code)):
-        if not path.exists():
-            fix = "name the directory of an export, or of a run, such as results/base"
-            raise ConfigError(f"{path} does not exist", fix=fix if path == request.folder else "")
+    """ConfigError for a path or a number of the command line that cannot be right, and for a directory
+    that is no export."""
+    if not request.folder.exists():
+        raise ConfigError(
+            f"{request.folder} does not exist",
+            fix="name the directory of an export, or of a run, such as results/base",
+        )
+    _check_export(request)
+    check_values(request)
+
+
+def _check_export(request: ReproduceOptions) -> None:
     if not (request.folder / verify.STATEMENT).is_file():
         is_run = RunPaths(request.folder).checkpoints.is_dir()
         first = f"forge export {request.folder}, and rerun this command; or " if is_run else ""
@@ -61,6 +86,13 @@ def check(request: ReproduceOptions) -> None:
             else "it is no export, or one of an older Forge",
             fix=f"{first}name the directory that `forge export` has made, such as my-model",
         )
+
+
+def check_values(request: ReproduceOptions) -> None:
+    """ConfigError for a path or a number beside the directory, and for the name of the certificate."""
+    for path in filter(None, (request.key, request.checkpoints, request.code)):
+        if not path.exists():
+            raise ConfigError(f"{path} does not exist")
     if not 1 <= request.intervals <= MOST_INTERVALS:
         raise ConfigError(
             f"--intervals is {request.intervals}, but must be from 1 to {MOST_INTERVALS:,}",

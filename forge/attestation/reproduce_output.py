@@ -56,7 +56,6 @@ def print_summary(made: Reproduction) -> None:
     )
     number = sum(not one.is_unchecked for one in made.intervals)
     intervals = f"{number} interval{'s' * (number > 1)}, drawn by seed {made.seed}"
-    show(
-        f"chance that one bad part of {made.parts} is found: {made.chance:.0%}"
-        f" ({'all steps' if made.seed is None else intervals})"
-    )
+    if made.seed is None:
+        intervals = "all steps" if made.steps_checked == made.steps else "the steps that were named"
+    show(f"chance that one bad part of {made.parts} is found: {made.chance:.0%} ({intervals})")

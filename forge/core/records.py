@@ -411,6 +411,22 @@ class Reproduced(Record):
     steps_checked: int
 
 
+class Certified(Record):
+    """certificates/step-….result.json: the steps up to this checkpoint were trained again, or could not
+    be."""
+
+    first: int | None
+    """Steps first + 1 to last; None where it was not found out."""
+    last: int
+    result: Literal["reproduced", "not reproduced", "unchecked"]
+    why: str = ""
+    """Of unchecked steps the error."""
+    trained_on: list[str] = []
+    """Nodes that have trained them in the run."""
+    again_on: str
+    """The node that has trained them again."""
+
+
 class Sample(RecordPart):
     """A prompt and its completion by the model."""
 
