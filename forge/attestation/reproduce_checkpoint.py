@@ -100,6 +100,7 @@ def _record(draw: Draw, run: RunPaths) -> None:
             first=interval.first,
             last=interval.last,
             result="unchecked" if result == "incomplete" else result,
+            is_bitwise=draw.results[0].outcome == "bitwise",
             trained_on=_nodes_of(run, interval.first, interval.last),
             again_on=hostname(),
         ),

@@ -297,7 +297,11 @@ def before_first_job():
         helpers.write_configs(RUNS, workflow.dag.needrun_jobs())
         helpers.write_down(RUNS)
         helpers.keep_settings(
-            RUNS, workflow.resource_settings, model_mem_mb, submits=submits
+            RUNS,
+            ALLOCATION,
+            workflow.resource_settings,
+            model_mem_mb,
+            submits=submits,
         )
     except ForgeError as err:
         raise WorkflowError(str(err)) from None

@@ -1,0 +1,50 @@
+"""Which parts of a run were trained again while it trained, and how did that end (`certify.every`)?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forge.core.paths import CHECKPOINT_PREFIX, RunPaths
+from forge.core.records import Certified
+
+WRONG = "NOT reproduced"
+
+
+def results(paths: RunPaths) -> list[Certified]:
+    """What is known of the steps up to each checkpoint, by step; [] where nothing was trained again.
+    Raises DataError for a record that cannot be read."""
+    files = paths.certificates.glob(f"{CHECKPOINT_PREFIX}*.result.json")
+    return sorted((Certified.read(file) for file in files), key=lambda one: one.last)
+
+
+def described(one: Certified) -> str:
+    """Such as `NOT reproduced: steps 901 to 1000, trained on node07, again on node08`."""
+    steps = (
+        f"steps up to {one.last}" if one.first is None else f"steps {one.first + 1} to {one.last}"
+    )
+    nodes = f"trained on {', '.join(one.trained_on) or 'unknown nodes'}, again on {one.again_on}"
+    match one.result:
+        case "reproduced":
+            return f"{steps} reproduced, {nodes}"
+        case "not reproduced":
+            return f"{WRONG}: {steps}, {nodes}"
+    return (
+        f"{steps} could not be trained again: {one.why.splitlines()[0] if one.why else 'no reason'}"
+    )
+
+
+def wrong(found: Sequence[Certified]) -> list[Certified]:
+    """Those whose steps did not give the same result again."""
+    return [one for one in found if one.result == "not reproduced"]
+
+
+def summary(found: Sequence[Certified]) -> list[str]:
+    """Lines for people: how many parts were trained again with the same result, and each that was not;
+    [] where none was tried."""
+    if not found:
+        return []
+    good = [one for one in found if one.result == "reproduced"]
+    equal = sum(one.is_bitwise for one in good)
+    how = "bitwise equal" if equal == len(good) else f"as they were, {equal} bitwise equal"
+    first = f"{len(good)} of {len(found)} parts trained again {how}"
+    return [first, *(described(one) for one in found if one not in good)]
