@@ -8,6 +8,7 @@ from forge.core.paths import CHECKPOINT_PREFIX, RunPaths
 from forge.core.records import Certified
 
 WRONG = "NOT reproduced"
+MOST_NAMED = 4  # nodes in one line
 
 
 def results(paths: RunPaths) -> list[Certified]:
@@ -22,7 +23,7 @@ def described(one: Certified) -> str:
     steps = (
         f"steps up to {one.last}" if one.first is None else f"steps {one.first + 1} to {one.last}"
     )
-    nodes = f"trained on {', '.join(one.trained_on) or 'unknown nodes'}, again on {one.again_on}"
+    nodes = f"trained on {_names(one.trained_on)}, again on {one.again_on}"
     match one.result:
         case "reproduced":
             return f"{steps} reproduced, {nodes}"
@@ -31,6 +32,12 @@ def described(one: Certified) -> str:
     return (
         f"{steps} could not be trained again: {one.why.splitlines()[0] if one.why else 'no reason'}"
     )
+
+
+def _names(nodes: Sequence[str]) -> str:
+    more = len(nodes) - MOST_NAMED
+    names = ", ".join(nodes[:MOST_NAMED]) or "unknown nodes"
+    return f"{names} and {more} more" if more > 0 else names
 
 
 def wrong(found: Sequence[Certified]) -> list[Certified]:

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.recorded_run import RecordedRun
+from support.run_states import trained_again
 
 from forge import cli
 from forge.checkpoint.manifest import MANIFEST
@@ -16,7 +18,7 @@ from forge.core import events
 from forge.core.config import Config, apply_overrides, checked
 from forge.core.files import write_json
 from forge.core.paths import RunPaths
-from forge.core.records import Certified, RunSettings, SubmittedJob
+from forge.core.records import RunSettings, SubmittedJob
 from forge.core.service_settings import Certify, Evaluate
 from forge.run import during_training
 from forge.run.during_training import checkpoint_jobs, kinds, sbatch_line
@@ -194,13 +196,6 @@ def launched(paths: RunPaths, *nodes: str) -> None:
     events.record(paths.events, events.Launch(**launch, nodes=list(nodes)))
 
 
-def record(paths: RunPaths, **values: object) -> None:
-    of = {"first": 8, "last": 10, "trained_on": ["n1"], "again_on": "n3", **values}
-    made = Certified.model_validate(of)
-    paths.certificates.mkdir(exist_ok=True)
-    made.write(paths.certified_at(made.last))
-
-
 def test_steps_up_to_each_kth_checkpoint_are_trained_again_on_other_nodes_in_one_job(
     paths: RunPaths, submitted: list[list[str]], others: list[Request]
 ) -> None:
@@ -272,11 +267,12 @@ def test_what_came_out_is_said_once_and_a_fault_again_by_each_launch(
     others: list[Request],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    run = RecordedRun(paths.root)
     with checkpoint_jobs(paths, CERTIFIED, "my data"):
         commit(paths, 10)
-        record(paths, result="reproduced")
-        record(paths, result="not reproduced", first=18, last=20)
-        record(paths, result="unchecked", first=None, last=30, why="it is gone")
+        trained_again(run)
+        trained_again(run, result="not reproduced", first=18, last=20)
+        trained_again(run, result="unchecked", first=None, last=30, why="it is gone")
     said = capsys.readouterr().err
     wrong = "certify: NOT reproduced: steps 19 to 20, trained on n1, again on n3\n"
     assert said.count("certify: steps 9 to 10 reproduced, trained on n1, again on n3\n") == 1
