@@ -74,8 +74,10 @@ def _not_there(folder: Path, run: RunPaths) -> ConfigError:
     there = ", ".join(steps[-MOST_NAMED:])
     return ConfigError(
         f"{folder} does not exist",
-        cause="it was pruned, or is another run's",
-        fix=f"{run.checkpoints} has those of the steps {there}" if there else "train the run first",
+        cause="it was pruned" if there else "the run has no checkpoint, or has another name",
+        fix=f"{folder.parent} has those of the steps {there}"
+        if there
+        else "`forge status` names runs",
     )
 
 

@@ -69,7 +69,8 @@ def check(request: ReproduceOptions) -> None:
     if not request.folder.exists():
         raise ConfigError(
             f"{request.folder} does not exist",
-            fix="name the directory of an export, or of a run, such as results/base",
+            fix="name the directory of an export, of a run, such as results/base, or of a checkpoint,"
+            " such as results/base/checkpoints/latest",
         )
     _check_export(request)
     check_values(request)

@@ -235,12 +235,16 @@ class Config(Section):
                 f"certify.every is {every}, and only steps of Forge's own trainer are trained again:"
                 " remove certify, or program"
             )
-        if every and (not kept or every % kept or not pairs):
-            fitting = kept if kept and every % kept == 0 else f"{every} or a divisor of it"
+        if not every:
+            return self
+        is_kept = kept is not None and every % kept == 0
+        fixes = [] if is_kept else [f"train.keep_every to {every} or a divisor of it"]
+        fixes += [] if pairs else ["train.keep_pairs to true"]
+        if fixes:
             raise ValueError(
                 f"certify.every is {every}, and such checkpoints are not kept with the one before:"
                 f" train.keep_every is {kept or 'null'}, train.keep_pairs {str(pairs).lower()}; set"
-                f" train.keep_every to {fitting}, and train.keep_pairs to true"
+                f" {' and '.join(fixes)}"
             )
         return self
 

@@ -131,7 +131,7 @@ def summarize(paths: RunPaths) -> Summary:
         *(state, notes, checkpoint, trained, validation, preflight, files.world_sizes),
         expected=expected,
         end=_end(files, expected) if state.state == "running" else "",
-        certified=certified.summary(again),
+        certified=certified.summary(again, certified.waiting(paths)),
     )
 
 
