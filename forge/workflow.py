@@ -357,6 +357,25 @@ def _certification_request(
     return _reproduction_request(config, allocation, settings, threads=threads, mem_mb=mem_mb)
 
 
+def check_certified(
+    runs: dict[str, ResolvedConfig], allocation: Allocation, settings: Any, due: Iterable[Any]
+) -> None:
+    """ConfigError for a run with certify.every whose ranks have more GPUs than the one node of its jobs.
+    settings: Snakemake's ResourceSettings. due: jobs that will run."""
+    trained = {job.wildcards.run for job in due if job.rule.name == jobs.TRAIN_RULE}
+    for name in sorted(name for name in trained if runs[name].certify.every):
+        ranks = allocation.layout(name).world_size
+        _, gpus = _certification_request(runs[name], allocation, settings).gpus
+        if 0 < gpus < ranks:
+            raise ConfigError(
+                f"run {name}: certify.every is {runs[name].certify.every}, and its {ranks} ranks have a"
+                f" GPU each: the jobs that train steps again have {gpus}",
+                cause="they have one node, as many ranks, and by default the GPUs of a node that trains",
+                fix=f'set gres: "gpu:{ranks}" in set-resources of reproduce_run, where a node has as'
+                " many; or remove certify.every",
+            )
+
+
 def check_tasks(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
     """ConfigError for an unknown task, before anything is submitted. due: jobs that will run."""
     asked = {job.wildcards.run for job in due if job.rule.name == "evaluate_data"}

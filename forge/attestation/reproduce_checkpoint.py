@@ -5,6 +5,7 @@ The run may be training: its lock is not needed. Certificate, statement and resu
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -104,7 +105,7 @@ def _record(draw: Draw, run: RunPaths) -> None:
             result="unchecked" if result == "incomplete" else result,
             is_bitwise=draw.results[0].outcome == "bitwise",
             trained_on=_nodes_of(run, interval.first, interval.last),
-            again_on=hostname(),
+            again_on=os.environ.get("SLURMD_NODENAME") or hostname(),
         ),
     )
 

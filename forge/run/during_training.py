@@ -110,24 +110,25 @@ def checkpoint_jobs(paths: RunPaths, settings: RunSettings, data: str) -> Iterat
 def _submit_until(paths: RunPaths, wanted: list[JobKind], over: Event) -> None:
     """Look for new checkpoints until training is over, and once more then; of a kind no more after a
     failure."""
-    said = {step for step, line in _results(paths).items() if not line.startswith(certified.WRONG)}
+    said = {line for line in _results(paths) if not line.startswith(certified.WRONG)}
     while True:
         is_last = over.wait(POLL_SEC)
         wanted = [kind for kind in wanted if _submit_due(paths, kind)]
-        for step, line in _results(paths).items():
-            if step not in said:
-                said.add(step)
+        for line in _results(paths):
+            if line not in said:
+                said.add(line)
                 say(f"certify: {line}")
         if is_last:
             return
 
 
-def _results(paths: RunPaths) -> dict[int, str]:
-    """What is known of the steps up to each checkpoint, by its step. {} while it cannot be read."""
+def _results(paths: RunPaths) -> list[str]:
+    """A line on the steps up to each checkpoint that were trained again. [] while that cannot be read,
+    which `forge status` says."""
     try:
-        return {one.last: certified.described(one) for one in certified.results(paths)}
+        return [certified.described(one) for one in certified.results(paths)]
     except (ForgeError, OSError):
-        return {}
+        return []
 
 
 def _submit_due(paths: RunPaths, kind: JobKind) -> bool:

@@ -288,6 +288,25 @@ def test_jobs_that_certify_ask_for_nodes_of_the_training_and_what_the_profile_gi
     assert "reproduce_run" not in keep(run, resources())
 
 
+def test_run_whose_ranks_have_gpus_of_more_than_one_node_is_not_certified(run):
+    due = [
+        SimpleNamespace(
+            rule=SimpleNamespace(name="train_run"), wildcards=SimpleNamespace(run="base")
+        )
+    ]
+    certified = {"base": changed(run, "certify", every=10)}
+    with pytest.raises(
+        ConfigError, match=r"its 4 ranks have a GPU each: the jobs .* have 2"
+    ) as error:
+        workflow.check_certified(certified, ALLOCATION, resources(), due)
+    assert 'gres: "gpu:4" in set-resources of reproduce_run' in str(error.value)
+    workflow.check_certified(certified, ALLOCATION, resources(), [])
+    workflow.check_certified({"base": run}, ALLOCATION, resources(), due)
+    settings = resources()
+    settings.overwrite_resources["reproduce_run"] = {"gres": "gpu:4"}
+    workflow.check_certified(certified, ALLOCATION, settings, due)
+
+
 def test_settings_are_in_the_project_and_not_beside_the_results(run):
     keep(run, resources())
     assert settings_file(run.run).exists() and not RunPaths.of(run).root.exists()
