@@ -63,15 +63,16 @@ class Draw:
         return cls(request, statement, key, links, covers, seed, _chosen(request, covers, seed))
 
     def add(self, interval: Interval, trainer: Retrainer) -> None:
-        """Train an interval again. What keeps this one from that does not keep others."""
+        """Train an interval again. What keeps this one from that does not keep others, but for a
+        checkpoint that was removed meanwhile: DataError."""
         try:
             made = trainer.train(interval)
             result = judged(interval, made, trainer.weights_digest, self.links)
-        except (ForgeError, VerificationError, FileNotFoundError) as err:
+        except FileNotFoundError as err:  # a certificate could not name it any more
+            raise _pruned(err) from None
+        except (ForgeError, VerificationError) as err:
             if isinstance(err, VerificationError):
                 err = DataError(str(err))
-            elif isinstance(err, FileNotFoundError):
-                err = _pruned(err)
             self.trouble = self.trouble or err
             self.results.append(TrainedAgain.unchecked(interval, err.what.splitlines()[0]))
         else:

@@ -22,9 +22,11 @@ from support.statements import make_consistent
 from forge import __version__ as forge_version
 from forge.attestation import retrain, verify
 from forge.attestation.certificate import Reproduction, envelope_path
+from forge.checkpoint.directory import Checkpoint
 from forge.cluster.lock import lock
 from forge.core import events
 from forge.core.files import canonical, digest_bytes, digest_file, read_json, write_json
+from forge.core.paths import RunPaths
 from forge.core.process import hostname
 from forge.core.records import Certified, Reproduced
 
@@ -456,6 +458,35 @@ def test_steps_that_could_not_be_trained_again_are_recorded_as_unchecked(
     assert "steps 5 to 8 did not end within 7 minutes" in result_of(run, 8).why
     assert result_of(run, 8).result == "unchecked"
     assert not run.paths.certificate_at(8).exists()
+
+
+def test_checkpoint_that_is_pruned_while_it_is_read_is_unchecked_with_what_keeps_it(
+    project, honest, monkeypatch
+):
+    run = honest.copy(project / "results/honest")
+    copy = retrain._copy
+
+    def pruned(checkpoint: Checkpoint, paths: RunPaths) -> None:
+        shutil.rmtree(checkpoint.folder)
+        copy(checkpoint, paths)
+
+    monkeypatch.setattr(retrain, "_copy", pruned)
+    done = forge("reproduce", "results/honest/checkpoints/step-00000008")
+    assert done.code == 65
+    assert "was removed while it was read" in done.text and "train.keep_pairs: true" in done.text
+    assert result_of(run, 8).result == "unchecked"
+
+
+def test_interrupted_reproduction_of_a_checkpoint_leaves_no_result_and_no_export(
+    project, honest, monkeypatch
+):
+    (project / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(project / "scratch"))
+    monkeypatch.setattr(retrain, "_end_of", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    run = honest.copy(project / "results/honest")
+    assert forge("reproduce", "results/honest/checkpoints/step-00000008").code == 75
+    assert not list((project / "scratch").iterdir())
+    assert not list(run.paths.certificates.glob("*.json"))
 
 
 def test_checkpoint_that_is_gone_or_that_options_do_not_fit_is_refused_with_what_to_do(
