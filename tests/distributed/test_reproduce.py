@@ -413,7 +413,7 @@ def test_steps_up_to_a_checkpoint_that_is_named_are_trained_again_while_the_run_
     assert "reproduced: 4 of 8 steps trained again (8 could be)" in said
     assert "is found: 50% (the steps that were named)" in said
     assert result_of(run, 8) == Certified(
-        **{"first": 4, "last": 8, "result": "reproduced", "why": ""},
+        **{"first": 4, "last": 8, "result": "reproduced", "is_bitwise": True},
         **{"trained_on": [hostname()], "again_on": hostname()},
     )
     assert not run.paths.exports.exists() and not run.paths.reproduced.exists()
