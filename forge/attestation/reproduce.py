@@ -97,7 +97,8 @@ def refuse_bad(draw: Draw) -> None:
         wrong += ["the weights in the export"] * (draw.export == "other")
         raise DataError(
             f"{folder} is not reproduced: {', '.join(wrong)}",
-            cause="made otherwise than the statement says, or by other code (the notes name it)",
+            cause="made otherwise than the statement says, by a faulty node on one of both sides, or by"
+            " other code (the notes name it)",
             fix="where code differs, --code CHECKOUT trains by that of the statement's commit",
         )
     if err := draw.trouble:

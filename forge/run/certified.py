@@ -62,4 +62,6 @@ def summary(found: Sequence[Certified], missing: Sequence[int]) -> list[str]:
     equal = sum(one.is_bitwise for one in good)
     how = "bitwise equal" if equal == len(good) else f"as they were, {equal} bitwise equal"
     first = f"{len(good)} of {len(found)} parts trained again {how}"
+    if same := sum(one.again_on in one.trained_on for one in good):
+        first += f", {same} on a node that had trained it"  # whose own faults would come again
     return [first, *(described(one) for one in found if one not in good), *none_yet]

@@ -146,6 +146,8 @@ def test_parts_that_were_trained_again_are_counted_by_show_and_report(run, capsy
     assert "  steps up to 30 could not be trained again: no room\n" in said
     trained_again(run, last=10, is_bitwise=False)
     assert "2 of 3 parts trained again as they were, 1 bitwise equal" in render(run.paths)
+    trained_again(run, last=10, again_on="n1")
+    assert "1 bitwise equal, 1 on a node that had trained it" in render(run.paths)
     for step in (30, 40, 50):
         SubmittedJob(job="7").write(run.paths.certificates / f"step-{step:08}.job.json")
     assert "<li>no result of the steps up to 40, 50</li>" in render(run.paths)
