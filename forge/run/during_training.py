@@ -148,8 +148,8 @@ def _submit_due(paths: RunPaths, kind: JobKind) -> bool:
 
 def due(paths: RunPaths, kind: JobKind) -> list[Path]:
     """Committed checkpoints whose step is a multiple of `every` and no job was submitted for, oldest
-    first."""
-    return [
+    first; to train steps again only those whose checkpoint before is there."""
+    folders = [
         folder
         for folder in directory.committed(paths.checkpoints)
         if (step := checkpoint_step(folder.name))
@@ -157,6 +157,21 @@ def due(paths: RunPaths, kind: JobKind) -> list[Path]:
         and not kind.result(folder).exists()
         and not kind.submitted(folder).exists()
     ]
+    return _with_the_one_before(paths, folders) if kind.is_elsewhere and folders else folders
+
+
+def _with_the_one_before(paths: RunPaths, folders: list[Path]) -> list[Path]:
+    """Without checkpoints that were saved before train.keep_pairs was on: where certify.every is set for
+    a run that has many of them, nearly all of its steps would be trained again at once."""
+    there = {checkpoint_step(folder.name) for folder in directory.committed(paths.checkpoints)}
+    log = events.read(paths.events) if paths.events.exists() else []
+    saved = {event.step for event in log if isinstance(event, events.Save)}
+
+    def has_it(step: int) -> bool:
+        earlier = [one for one in saved if one < step]
+        return not earlier or max(earlier) in there
+
+    return [folder for folder in folders if has_it(checkpoint_step(folder.name) or 0)]
 
 
 def submit(paths: RunPaths, kind: JobKind, folder: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import happenings
 from support.recorded_run import RecordedRun
 from support.run_states import trained_again
 
@@ -241,6 +242,17 @@ def test_each_kind_of_job_has_its_own_record_and_a_failure_of_one_keeps_the_othe
     monkeypatch.setattr(slurm, "ask", works)
     train(paths, settings=both)
     assert steps_of(submitted)[1:] == ["--job-name=evaluate-base-step-00000010"]
+
+
+def test_checkpoints_of_before_pairs_were_kept_get_no_job(
+    paths: RunPaths, submitted: list[list[str]], others: list[Request]
+) -> None:
+    """Else certify.every, set for a run of weeks, would train all of it again at once."""
+    paths.root.mkdir(parents=True)
+    for step in (8, 10, 18, 20):
+        events.record(paths.events, happenings.save(step))
+    train(paths, 10, 18, 20, settings=CERTIFIED)
+    assert steps_of(submitted) == ["--job-name=certify-base-step-00000020"]
 
 
 def test_where_no_other_node_fits_the_job_may_run_on_those_that_train(
