@@ -21,7 +21,7 @@ from forge.checkpoint.directory import refuse_link
 from forge.checkpoint.resume import CommittedCheckpoints, is_checkpoint
 from forge.cluster.lock import lock
 from forge.core import events
-from forge.core.errors import ConfigError, ForgeError
+from forge.core.errors import ConfigError, DataError, ForgeError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.process import hostname
@@ -84,13 +84,17 @@ def _not_there(folder: Path, run: RunPaths) -> ConfigError:
 
 @contextmanager
 def _recorded(run: RunPaths, step: int) -> Iterator[None]:
-    """Record also an error that ends the body before there is a result."""
-    with disk_trouble(run.certificates):
-        run.certified_at(step).unlink(missing_ok=True)
+    """Record also an error that ends the body before there is a result; never in place of one."""
     try:
         yield
     except ForgeError as err:
-        _write(run, Certified(first=None, last=step, result="unchecked", why=err.what, again_on=""))
+        unchecked = Certified(first=None, last=step, result="unchecked", why=err.what, again_on="")
+        with suppress(
+            DataError
+        ):  # a record that cannot be read stays, too: `forge status` names it
+            before = Certified.read_if_there(run.certified_at(step))
+            if before is None or before.result == "unchecked":
+                _write(run, unchecked)
         raise
 
 

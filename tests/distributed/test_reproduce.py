@@ -432,7 +432,7 @@ def test_steps_up_to_a_checkpoint_that_is_named_are_trained_again_while_the_run_
 
 
 def test_fault_before_a_checkpoint_that_is_named_is_recorded_and_ends_with_65(
-    project, runs, tmp_path, capsys
+    project, runs, monkeypatch, capsys
 ):
     run = runs("named-fault", *EVERY)
     outcome = run.fork("train", *TWO_RANKS, arm=change_one_weight).end()
@@ -444,6 +444,10 @@ def test_fault_before_a_checkpoint_that_is_named_is_recorded_and_ends_with_65(
     assert (result_of(run, 8).result, result_of(run, 8).first) == ("not reproduced", 4)
     assert forge("status", str(run.folder)).code == 0
     assert "NOT reproduced: steps 5 to 8" in " ".join(capsys.readouterr().out.split())
+    with monkeypatch.context() as patch:  # a second try that does not end hides nothing
+        patch.setattr(retrain, "_end_of", lambda *_: None)
+        assert forge("reproduce", str(folder)).code == 69
+    assert result_of(run, 8).result == "not reproduced"
     assert forge("reproduce", str(run.paths.latest)).code == 0  # steps 9 to 12 had no fault
     assert result_of(run, 12).result == "reproduced"
 
