@@ -37,6 +37,14 @@ class TrainedAgain(RecordPart):
     """What differs between both trainings and may change bits; [] where they must be bitwise equal. Of
     unchecked steps why they were not trained again."""
 
+    @property
+    def is_other(self) -> bool:
+        return self.outcome == "other"
+
+    @property
+    def is_unchecked(self) -> bool:
+        return self.outcome == "unchecked"
+
     @classmethod
     def unchecked(cls, interval: Interval, why: str) -> TrainedAgain:
         return cls(
@@ -86,7 +94,8 @@ class Reproduction(RecordPart):
     result: Literal["reproduced", "not reproduced", "incomplete"]
     """incomplete: an interval that was drawn could not be trained again, or not yet."""
     seed: int | None
-    """By which the intervals were drawn; None where the whole run was trained again."""
+    """By which the intervals were drawn; None where none was drawn: the whole run was trained again, or
+    the one interval that ends with the exported checkpoint."""
     steps: int
     """Of the run, up to the exported checkpoint."""
     steps_coverable: int
@@ -98,11 +107,13 @@ class Reproduction(RecordPart):
     parts_coverable: int
     chance: float
     """Of finding one part that was trained otherwise, with as many draws as were trained again; parts
-    that cannot be covered count as unchecked."""
+    that cannot be covered count as unchecked. Without a draw the share of the parts that were trained
+    again: of those that somebody could foresee it is no chance of finding a fault that avoids them."""
     texts: Literal["made again", "by digest"]
     """Whether the tokens were made from the texts, or those of the statement's digests were used."""
     export: Literal["same", "other", "unchecked"]
-    """Whether the weights in the export are those of the exported checkpoint."""
+    """Whether the weights in the export are those of the exported checkpoint. Where a checkpoint was
+    named, it was exported for the certificate."""
     tolerance: dict[str, float]
     """Largest difference of weights and of losses, as in `intervals`, where bits may differ."""
     differences: list[str]

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +76,22 @@ class Request:
             options=_plugin_options(resources, threads),
             **_texts(asked),
         )
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Request:
+        """A request that was kept as `to_json` gives it."""
+        texts = {name: tuple(values[name]) for name in ("rules", "options")}
+        return cls(**{**values, **texts})
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def excluding(self, nodes: Collection[str]) -> Request:
+        """The same on none of these nodes."""
+        if not nodes:
+            return self
+        options = tuple(shlex.split(excluding(shlex.join(self.options), nodes)))
+        return replace(self, extra=excluding(self.extra, nodes), options=options)
 
     @property
     def name(self) -> str:

@@ -9,6 +9,8 @@ from typing import Any
 from forge.commands.of_options import saved_run
 from forge.commands.subcommands import Subcommands, its_config_option
 
+INTERVALS = 3  # that `forge reproduce` draws
+
 
 def add_exports(subcommands: Subcommands) -> None:
     """What hands a model on, and proves what it is."""
@@ -53,7 +55,11 @@ def _statement_options(parser: argparse.ArgumentParser, folder: str) -> None:
 
 
 def _reproduce_options(parser: argparse.ArgumentParser) -> None:
-    _statement_options(parser, "directory of the export, or of a run, whose last one is taken")
+    _statement_options(
+        parser,
+        "directory of the export, of a run, whose last one is taken, or of a checkpoint of a run, up to"
+        " which the steps since the checkpoint before are trained again",
+    )
     its_config_option(parser)
     option = parser.add_argument
     option(
@@ -68,7 +74,7 @@ def _reproduce_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="directory of the run whose checkpoints to use (default: FOLDER, if that is one; else any)",
     )
-    option("--intervals", type=int, default=3, metavar="K", help="how many to draw (default: 3)")
+    option("--intervals", type=int, metavar="K", help=f"how many to draw (default: {INTERVALS})")
     option("--seed", type=int, metavar="N", help="of the draw (default: chosen now, and recorded)")
     option("--whole", action="store_true", help="train all steps again instead, from the first on")
     option(
@@ -88,7 +94,8 @@ def _reproduce_options(parser: argparse.ArgumentParser) -> None:
         "--to",
         metavar="FILE",
         type=Path,
-        help="the certificate (default: FOLDER.certificate.json beside the directory)",
+        help="the certificate (default: FOLDER.certificate.json beside the directory; of a checkpoint"
+        " certificates/step-….json in the run)",
     )
     option("--sign", metavar="KEY", type=Path, help="sign the certificate with this private key")
 
@@ -164,27 +171,52 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _reproduce(options: argparse.Namespace) -> None:
-    from forge.attestation.reproduce import ReproduceOptions, find_export, reproduce
+    from forge.attestation.reproduce import find_export, reproduce
+    from forge.attestation.reproduce_checkpoint import reproduce_checkpoint, run_of_checkpoint
+
+    if run := run_of_checkpoint(options.folder):
+        _refuse_of_exports(options)
+        reproduce_checkpoint(_request(options, options.folder, run), run)
+        return
+    folder, of_run = find_export(options.folder)
+    reproduce(_request(options, folder, of_run))
+
+
+def _refuse_of_exports(options: argparse.Namespace) -> None:
+    """ConfigError for options that say something of an export, where a checkpoint was named."""
+    from forge.core.errors import ConfigError
+
+    names = ("key", "digest", "checkpoints", "intervals", "seed", "whole")
+    values = {name: getattr(options, name) for name in names}  # --seed=0 is one
+    given = [f"--{n}" for n, value in values.items() if value is not None and value is not False]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: not for a checkpoint, {options.folder}",
+            cause="the steps up to it since the checkpoint before are trained again: nothing is drawn",
+            fix="leave it out, or name an export or a run",
+        )
+
+
+def _request(options: argparse.Namespace, folder: Path, run: Any) -> Any:
+    """run: whose directory, or checkpoint, the user has named; None for an export."""
+    from forge.attestation.reproduce_options import ReproduceOptions
     from forge.core.paths import RunPaths
     from forge.reporting.trusted import trusted_data
 
-    folder, run = find_export(options.folder)
     data = trusted_data(run or RunPaths(folder), options.its_config, writes=bool(run))
-    reproduce(
-        ReproduceOptions(
-            folder=folder,
-            data=Path(data),
-            run=run,
-            texts=options.data,
-            checkpoints=options.checkpoints or (run.root if run else None),
-            intervals=options.intervals,
-            whole=options.whole,
-            seed=options.seed,
-            code=options.code,
-            minutes=options.minutes,
-            key=options.key,
-            digest=options.digest,
-            to=options.to,
-            sign=options.sign,
-        )
+    return ReproduceOptions(
+        folder=folder,
+        data=Path(data),
+        run=run,
+        texts=options.data,
+        checkpoints=options.checkpoints or (run.root if run else None),
+        intervals=INTERVALS if options.intervals is None else options.intervals,
+        whole=options.whole,
+        seed=options.seed,
+        code=options.code,
+        minutes=options.minutes,
+        key=options.key,
+        digest=options.digest,
+        to=options.to,
+        sign=options.sign,
     )

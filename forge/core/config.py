@@ -35,7 +35,7 @@ from forge.core.section import (
     section_of_entries,
     tagged_sections,
 )
-from forge.core.service_settings import Evaluate, Report, Tracking, ValidateSettings
+from forge.core.service_settings import Certify, Evaluate, Report, Tracking, ValidateSettings
 from forge.core.tokenize_settings import TOKEN_FORMATS, SourceName, Tokenize, Tokenizer
 from forge.core.train_settings import Train
 from forge.core.values import describe, read_cell, read_text, read_yaml, shown
@@ -48,7 +48,7 @@ HUB_PARENT = "hub:"
 # Keys that do not change what is trained; the config digest leaves them out.
 FOLDERS = ("run", "results", "data")
 # Sections that training does not read; a checkpoint knows nothing of them.
-OUTSIDE_TRAINING = ("validate", "report", "evaluate", "tracking")
+OUTSIDE_TRAINING = ("validate", "report", "evaluate", "certify", "tracking")
 # Sections that another program has no use for.
 OF_FORGES_TRAINER = ("tokenizer", "tokenize", "model", "train")
 # How torchtitan, transformers (configs and TrainingArguments) and nanoGPT call keys, and what people
@@ -131,6 +131,7 @@ class Config(Section):
     validation: ValidateSettings = Field(ValidateSettings(), alias="validate")
     report: Report = Report()
     evaluate: Evaluate = Evaluate()
+    certify: Certify = Certify()
     tracking: Tracking = Tracking()
     ids: Ids | None = None
 
@@ -223,6 +224,27 @@ class Config(Section):
             raise ValueError(
                 f"evaluate.every is {evaluate.every}, and such checkpoints are not kept: train.keep_every"
                 f" is {shown(kept)}; set it to {evaluate.every} or a divisor of it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _certified_steps_begin_with_a_kept_checkpoint(self) -> Self:
+        every, kept, pairs = self.certify.every, self.train.keep_every, self.train.keep_pairs
+        if every and self.program:
+            raise ValueError(
+                f"certify.every is {every}, and only steps of Forge's own trainer are trained again:"
+                " remove certify, or program"
+            )
+        if not every:
+            return self
+        is_kept = kept is not None and every % kept == 0
+        fixes = [] if is_kept else [f"train.keep_every to {every} or a divisor of it"]
+        fixes += [] if pairs else ["train.keep_pairs to true"]
+        if fixes:
+            raise ValueError(
+                f"certify.every is {every}, and such checkpoints are not kept with the one before:"
+                f" train.keep_every is {kept or 'null'}, train.keep_pairs {str(pairs).lower()}; set"
+                f" {' and '.join(fixes)}"
             )
         return self
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from forge.core.errors import DataError, OtherFormat
 from forge.core.files import MAX_SMALL_JSON_BYTES, RelativePath, read_object, write_json
 from forge.core.process import Process
-from forge.core.service_settings import Evaluate, Report, Tracking, ValidateSettings
+from forge.core.service_settings import Certify, Evaluate, Report, Tracking, ValidateSettings
 
 
 class RecordPart(BaseModel):
@@ -189,14 +189,16 @@ class RunSettings(Record):
     validation: ValidateSettings = Field(ValidateSettings(), alias="validate")
     report: Report = Report()
     evaluate: Evaluate = Evaluate()
+    certify: Certify = Certify()
     tracking: Tracking = Tracking()
-    sbatch: list[str] | None = None
-    """For training, options for the jobs of `evaluate.every`, from the profile; None without Slurm."""
+    jobs: dict[str, dict[str, Any]] = {}
+    """For training, what the profile gives the rule of each kind of job that the launcher submits, as
+    `Request.to_json`, by rule; {} without Slurm."""
 
     @property
     def sections(self) -> dict[str, Any]:
         """The sections of the config that the file holds, by key."""
-        return self.model_dump(mode="json", by_alias=True, exclude={"sbatch"}, exclude_unset=True)
+        return self.model_dump(mode="json", by_alias=True, exclude={"jobs"}, exclude_unset=True)
 
 
 class LoadedModules(Record):
@@ -411,6 +413,24 @@ class Reproduced(Record):
     steps_checked: int
 
 
+class Certified(Record):
+    """certificates/step-….result.json: the steps up to this checkpoint were trained again, or could not
+    be."""
+
+    first: int | None
+    """Steps first + 1 to last; None where it was not found out."""
+    last: int
+    result: Literal["reproduced", "not reproduced", "unchecked"]
+    is_bitwise: bool = False
+    """Of reproduced steps whether all bits are equal; else they are within the tolerance."""
+    why: str = ""
+    """Of unchecked steps the error."""
+    trained_on: list[str] = []
+    """Nodes that have trained them in the run."""
+    again_on: str
+    """The node that has trained them again."""
+
+
 class Sample(RecordPart):
     """A prompt and its completion by the model."""
 
@@ -449,8 +469,9 @@ class Validation(Validated):
 # --- evaluation ------------------------------------------------------------------------------------
 
 
-class SubmittedEvaluation(Record):
-    """evaluations/step-….job.json: the job that was submitted to evaluate this checkpoint."""
+class SubmittedJob(Record):
+    """evaluations/step-….job.json, certificates/step-….job.json: the job that was submitted to evaluate
+    this checkpoint, or to train the steps up to it again."""
 
     job: str
     """Empty until sbatch has answered."""

@@ -45,6 +45,7 @@ def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
     rows += [("next", summary.state.next)] if summary.state.next else []
     rows += [("checkpoint", checkpoint), ("report", report), ("validation loss", _losses(paths))]
     rows += _goodput(paths, summary)
+    rows += [("" if number else "certified", line) for number, line in enumerate(summary.certified)]
     rows += [("" if number else "sources", str(row)) for number, row in enumerate(summary.sources)]
     for number, row in enumerate(read_scores(paths)):
         at = f"{row.label} at step {max(row.by_step)}"

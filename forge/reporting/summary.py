@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TypeVar
 
 from forge.checkpoint.checkpoints import SavedCheckpoint
@@ -17,6 +17,7 @@ from forge.core.terminal import one_line
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_rows import SourceRow, source_rows
 from forge.reporting.run_state import RunState, ask_slurm, judge
+from forge.run import certified
 from forge.run.forecast import Expected, end_at, expected_by
 
 T = TypeVar("T")
@@ -40,6 +41,8 @@ class Summary:
     """The goodput that is expected; None before two saves."""
     end: str = ""
     """When it will reach its goal; "" while it does not train."""
+    certified: list[str] = field(default_factory=list)
+    """Lines on parts that were trained again (certify.every)."""
 
     @property
     def step(self) -> int | None:
@@ -118,6 +121,7 @@ def summarize(paths: RunPaths) -> Summary:
     preflight = _readable(lambda: PreflightResult.read_if_there(paths.preflight), troubles)
     files = RunFiles(paths)
     checkpoint = _readable(files.checkpoints.latest, troubles)
+    again = _readable(lambda: files.trained_again, troubles) or []
     queue, _ = ask_slurm([paths])
     state = judge(files, queue)
     notes = [*state.details, *_verdict(state, validation, checkpoint)]
@@ -127,6 +131,7 @@ def summarize(paths: RunPaths) -> Summary:
         *(state, notes, checkpoint, trained, validation, preflight, files.world_sizes),
         expected=expected,
         end=_end(files, expected) if state.state == "running" else "",
+        certified=certified.summary(again, certified.waiting(paths)),
     )
 
 

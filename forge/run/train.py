@@ -26,7 +26,6 @@ from forge.core.process import hostname
 from forge.core.provenance import config_digest
 from forge.core.records import PreflightPass, RunSettings
 from forge.core.terminal import say
-from forge.evaluation.during_training import evaluated
 from forge.launch import lost_ranks
 from forge.launch.launcher import (
     MAX_RESTARTS_AFTER_LOSS,
@@ -37,6 +36,7 @@ from forge.launch.launcher import (
 from forge.launch.rank_records import NO_RECORD, RankRecord
 from forge.preflight.preflight import recheck
 from forge.run import crash_loop, requeue
+from forge.run.during_training import checkpoint_jobs
 from forge.run.programs import TrainingProgram, program_of
 from forge.staging.stage import remove_staged, stage_record
 from forge.tracking.feed_process import tracked
@@ -86,7 +86,7 @@ def train(
             say(f"{paths.root} is complete at step {step}: nothing to train")
             remove_staged(staged, paths.root.name, placement)
             return _write_trained(program, step)
-        with tracked(paths, settings.tracking), evaluated(paths, settings, config.data):
+        with tracked(paths, settings.tracking), checkpoint_jobs(paths, settings, config.data):
             try:
                 record = _train_until_it_ends(program, start, placement, step)
             finally:

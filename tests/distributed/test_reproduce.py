@@ -22,10 +22,13 @@ from support.statements import make_consistent
 from forge import __version__ as forge_version
 from forge.attestation import retrain, verify
 from forge.attestation.certificate import Reproduction, envelope_path
+from forge.checkpoint.directory import Checkpoint
+from forge.cluster.lock import lock
 from forge.core import events
 from forge.core.files import canonical, digest_bytes, digest_file, read_json, write_json
+from forge.core.paths import RunPaths
 from forge.core.process import hostname
-from forge.core.records import Reproduced
+from forge.core.records import Certified, Reproduced
 
 EVERY = ("--train.checkpoint_every=4", "--train.keep_last=9")  # 4, 8 and 12
 
@@ -389,6 +392,139 @@ def test_config_of_the_statement_that_did_not_make_the_checkpoints_is_found(proj
     assert done.code == 65
     assert "was not made by the config of the statement" in done.text
     assert "train.lr is 0.001" in done.text
+
+
+# --- a checkpoint of a run, which may be training ---------------------------------------------------
+
+
+def result_of(run: Run, step: int) -> Certified:
+    return Certified.read(run.paths.certified_at(step))
+
+
+def test_steps_up_to_a_checkpoint_that_is_named_are_trained_again_while_the_run_is_locked(
+    project, honest, capsys
+):
+    run = honest.copy(project / "results/honest")
+    with lock(run.folder, "train"):
+        done = forge("reproduce", "results/honest/checkpoints/step-00000008")
+    assert done.code == 0, done.text
+    said = capsys.readouterr().out
+    assert "ok    steps 5 to 8: bitwise equal" in said
+    assert "reproduced: 4 of 8 steps trained again (8 could be)" in said
+    assert "is found: 50% (the steps that were named)" in said
+    assert result_of(run, 8) == Certified(
+        **{"first": 4, "last": 8, "result": "reproduced", "is_bitwise": True},
+        **{"trained_on": [hostname()], "again_on": hostname()},
+    )
+    assert not run.paths.exports.exists() and not run.paths.reproduced.exists()
+
+    made = read_json(run.paths.certificate_at(8))["predicate"]
+    assert (made["seed"], made["chance"], made["export"]) == (None, 0.5, "same")
+    model = export_of(run, project / "model")  # of the last step: another statement
+    verified = ("verify", "model", "--certificate=results/honest/certificates/step-00000008.json")
+    assert "certifies another statement" in forge(*verified).text
+    shutil.rmtree(model)
+    exported = forge("export", "results/honest/checkpoints/step-00000008", "--to=model")
+    assert exported.code == 0, exported.text
+    shutil.copy(run.paths.certificates / "step-00000008.statement.json", "model/statement.json")
+    done = forge(*verified)
+    assert done.code == 0, done.text
+
+
+def test_fault_before_a_checkpoint_that_is_named_is_recorded_and_ends_with_65(
+    project, runs, monkeypatch, capsys
+):
+    run = runs("named-fault", *EVERY)
+    outcome = run.fork("train", *TWO_RANKS, arm=change_one_weight).end()
+    assert outcome.code == 0, outcome.text
+    folder = run.paths.checkpoints / "step-00000008"
+    done = forge("reproduce", str(folder))
+    assert done.code == 65
+    assert f"{folder} is not reproduced: steps 5 to 8" in done.text
+    assert (result_of(run, 8).result, result_of(run, 8).first) == ("not reproduced", 4)
+    assert forge("status", str(run.folder)).code == 0
+    assert "NOT reproduced: steps 5 to 8" in " ".join(capsys.readouterr().out.split())
+    with monkeypatch.context() as patch:  # a second try that does not end hides nothing
+        patch.setattr(retrain, "_end_of", lambda *_: None)
+        assert forge("reproduce", str(folder)).code == 69
+    assert result_of(run, 8).result == "not reproduced"
+    assert forge("reproduce", str(run.paths.latest)).code == 0  # steps 9 to 12 had no fault
+    assert result_of(run, 12).result == "reproduced"
+
+
+def test_steps_that_could_not_be_trained_again_are_recorded_as_unchecked(
+    project, honest, monkeypatch
+):
+    run = honest.copy(project / "results/honest")
+    monkeypatch.setattr(retrain, "_end_of", lambda *_: None)
+    done = forge("reproduce", "results/honest/checkpoints/step-00000008", "--minutes=7")
+    assert done.code == 69
+    assert "steps 5 to 8 did not end within 7 minutes" in result_of(run, 8).why
+    assert result_of(run, 8).result == "unchecked"
+    assert not run.paths.certificate_at(8).exists()
+
+
+def test_checkpoint_that_is_pruned_while_it_is_read_is_unchecked_with_what_keeps_it(
+    project, honest, monkeypatch
+):
+    run = honest.copy(project / "results/honest")
+    copy = retrain._copy
+
+    def pruned(checkpoint: Checkpoint, paths: RunPaths) -> None:
+        shutil.rmtree(checkpoint.folder)
+        copy(checkpoint, paths)
+
+    monkeypatch.setattr(retrain, "_copy", pruned)
+    done = forge("reproduce", "results/honest/checkpoints/step-00000008")
+    assert done.code == 65
+    assert "was removed while it was read" in done.text and "train.keep_pairs: true" in done.text
+    assert result_of(run, 8).result == "unchecked"
+
+
+def test_interrupted_reproduction_of_a_checkpoint_leaves_no_result_and_no_export(
+    project, honest, monkeypatch
+):
+    (project / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(project / "scratch"))
+    monkeypatch.setattr(retrain, "_end_of", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    run = honest.copy(project / "results/honest")
+    assert forge("reproduce", "results/honest/checkpoints/step-00000008").code == 75
+    assert not list((project / "scratch").iterdir())
+    assert not list(run.paths.certificates.glob("*.json"))
+
+
+def test_checkpoint_that_is_gone_or_that_options_do_not_fit_is_refused_with_what_to_do(
+    project, honest
+):
+    honest.copy(project / "results/honest")
+    done = forge("reproduce", "results/honest/checkpoints/step-00000009")
+    assert done.code == 78
+    assert "has those of the steps 4, 8, 12" in done.text
+    named = ("reproduce", "results/honest/checkpoints/step-00000008")
+    done = forge(*named, "--whole", "--seed=0")
+    assert done.code == 78
+    assert "--seed, --whole: not for a checkpoint" in done.text
+    done = forge(*named, "--minutes=0")
+    assert done.code == 78
+    (project / "results/honest/certificates").rmdir()
+    (project / "results/honest/certificates").symlink_to(project / "data")
+    done = forge(*named)
+    assert done.code == 65
+    assert "certificates is a link" in done.text
+
+
+def test_first_checkpoint_of_a_run_that_began_with_another_cannot_be_trained_again(
+    project, honest, runs
+):
+    parent = runs("parent", "--train.max_steps=4")
+    assert parent.fork("train").end().code == 0
+    child = runs("child", "--train.checkpoint_every=2", "--train.max_steps=8", "--parent=parent@4")
+    assert child.fork("train").end().code == 0
+    done = forge("reproduce", str(child.paths.checkpoints / "step-00000006"))
+    assert done.code == 65
+    assert "no checkpoint before it is there" in done.text
+    assert result_of(child, 6).first is None
+    assert forge("reproduce", str(child.paths.checkpoints / "step-00000008")).code == 0
 
 
 # --- what a statement cannot make Forge do ----------------------------------------------------------

@@ -100,6 +100,8 @@ def check_plan(submits):
     # All, since a dry run has finished them.
     due = list(workflow.dag.needrun_jobs(exclude_finished=False))
     ALLOCATION.check_runs(due, FAILED)
+    if submits:
+        helpers.check_certified(RUNS, ALLOCATION, workflow.resource_settings, due)
     return helpers.check_cost(RUNS, ALLOCATION, due) if submits else ""
 
 
@@ -297,7 +299,11 @@ def before_first_job():
         helpers.write_configs(RUNS, workflow.dag.needrun_jobs())
         helpers.write_down(RUNS)
         helpers.keep_settings(
-            RUNS, workflow.resource_settings, model_mem_mb, submits=submits
+            RUNS,
+            ALLOCATION,
+            workflow.resource_settings,
+            model_mem_mb,
+            submits=submits,
         )
     except ForgeError as err:
         raise WorkflowError(str(err)) from None

@@ -82,6 +82,11 @@ def state(tmp_path, **changes):
             False,
             ("base: needs a person", "run needs a person"),
         ),
+        (  # whatever was told of this run before
+            {"state": "running", "next": "forge reproduce", "not_reproduced": "NOT reproduced: 9"},
+            False,
+            ("base: NOT reproduced: 9", "run needs a person"),
+        ),
         ({"state": "waiting", "next": ""}, False, None),
         ({"state": "cut off", "next": "rerun the command"}, False, None),  # it starts again
         ({"state": "cut off", "next": "rerun the command"}, True, ("base: cut off", "run ended")),

@@ -262,6 +262,36 @@ def test_evaluated_checkpoints_that_are_not_kept_are_refused_by_key_and_value(ke
 
 
 @pytest.mark.parametrize(
+    ("keep_every", "pairs", "fix"),
+    [
+        (None, False, "train.keep_every to 100 or a divisor of it and train.keep_pairs to true"),
+        (200, True, "train.keep_every to 100 or a divisor of it"),
+        (30, True, "train.keep_every to 100 or a divisor of it"),
+        (50, False, "train.keep_pairs to true"),
+    ],
+)
+def test_certified_checkpoints_that_are_not_kept_with_the_one_before_are_refused_with_what_to_set(
+    keep_every, pairs, fix
+):
+    values = {"certify.every": 100, "train.keep_every": keep_every, "train.keep_pairs": pairs}
+    with pytest.raises(ConfigError) as error:
+        config_of(**values)
+    [line] = [line for line in str(error.value).splitlines() if "certify.every is 100" in line]
+    assert (
+        f"train.keep_every is {keep_every or 'null'}, train.keep_pairs {str(pairs).lower()}" in line
+    )
+    assert line.endswith(f"; set {fix}")
+    good = {**values, "train.keep_every": 50, "train.keep_pairs": True}
+    assert config_of(**good).certify.every == 100
+
+
+def test_steps_of_another_program_are_not_certified():
+    values = {"program": {"command": ["python", "train.py"]}, "certify": {"every": 10}}
+    with pytest.raises(ConfigError, match="only steps of Forge's own trainer are trained again"):
+        checked(Config, values, "config.yaml")
+
+
+@pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"tasks": ["a", "b", "a"]}, "a is named more than once"),

@@ -287,7 +287,7 @@ def test_workflow_gives_each_run_its_trackers_in_a_file_for_the_owner_alone(trai
     tracking = {"mlflow": {"tracking_uri": address}}
     config = ResolvedConfig.model_validate({"run": "a", "ids": IDS, "tracking": tracking})
     resources = mock.Mock(overwrite_resources={}, overwrite_threads={}, default_resources=None)
-    workflow.keep_settings({"a": config}, resources, lambda run: 1, submits=False)
+    workflow.keep_settings({"a": config}, None, resources, lambda run: 1, submits=False)
     workflow.keep_for_jobs({"a": config}, {})
     holding = [path for path in tmp_path.rglob("*.json") if address in path.read_text()]
     assert len(holding) == 2 and {path.stat().st_mode & 0o777 for path in holding} == {0o600}

@@ -1,0 +1,197 @@
+"""Which intervals of a run are trained again, and what is known of them until now."""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from forge.attestation import verify
+from forge.attestation.certificate import MadeBy, Reproduction, TrainedAgain, write_certificate
+from forge.attestation.intervals import Coverage, Interval, coverage, drawn
+from forge.attestation.judgement import TOLERANCE, differences, judged
+from forge.attestation.reproduce_options import ReproduceOptions
+from forge.attestation.reproduce_output import print_not_drawn
+from forge.attestation.retrain import Retrainer
+from forge.attestation.verify import Links, VerificationError
+from forge.checkpoint.directory import Checkpoint
+from forge.core import events
+from forge.core.errors import DataError, ForgeError, UnfitError
+from forge.core.files import atomic_open
+from forge.core.paths import RunPaths
+from forge.core.process import hostname
+from forge.reporting.find_runs import results_folder
+
+SLOWER = 2  # than the run was: an interval that took half of --minutes there has a good chance here
+NOT_YET = "the command ended before"  # of an interval whose turn did not come
+
+
+@dataclass
+class Draw:
+    """The intervals that were drawn, and what is known of them until now."""
+
+    request: ReproduceOptions
+    statement: bytes
+    key: Any
+    links: Links
+    covers: Coverage
+    seed: int
+    chosen: list[Interval]
+    results: list[TrainedAgain] = field(default_factory=list)
+    last: Checkpoint | None = None  # that was made
+    export: Literal["same", "other", "unchecked"] = "unchecked"
+    is_complete: bool = False  # all intervals had their turn, the export too
+    trouble: ForgeError | None = None  # the first
+
+    @classmethod
+    def of(cls, request: ReproduceOptions, statement: bytes, key: Any) -> Draw:
+        """Raises VerificationError, and DataError where nothing can be trained again."""
+        links = verify.check_chain(verify.read_statement(statement))
+        if "program" in links:
+            raise VerificationError(
+                "it is of another training program, and only Forge's own trainer is run: nothing was run"
+            )
+        # A checkpoint that is named is tried in the time that there is.
+        most_sec = math.inf if request.checkpoint else 60 * request.minutes / SLOWER
+        covers = coverage(links, _runs(request), most_sec)
+        if covers.too_long and not request.whole:
+            print_not_drawn(covers, links)
+        seed = secrets.randbits(32) if request.seed is None else request.seed
+        return cls(request, statement, key, links, covers, seed, _chosen(request, covers, seed))
+
+    def add(self, interval: Interval, trainer: Retrainer) -> None:
+        """Train an interval again. What keeps this one from that does not keep others, but for a
+        checkpoint that was removed meanwhile: DataError."""
+        try:
+            made = trainer.train(interval)
+            result = judged(interval, made, trainer.weights_digest, self.links)
+        except FileNotFoundError as err:  # a certificate could not name it any more
+            raise _pruned(err) from None
+        except (ForgeError, VerificationError) as err:
+            if isinstance(err, VerificationError):
+                err = DataError(str(err))
+            self.trouble = self.trouble or err
+            self.results.append(TrainedAgain.unchecked(interval, err.what.splitlines()[0]))
+        else:
+            self.last = made
+            self.results.append(result)
+
+    @property
+    def trained(self) -> list[Interval]:
+        pairs = zip(self.chosen, self.results, strict=False)  # which are fewer while it trains
+        return [interval for interval, one in pairs if not one.is_unchecked]
+
+    @property
+    def result(self) -> Literal["reproduced", "not reproduced", "incomplete"]:
+        """One difference outweighs all that could not be checked."""
+        if self.export == "other" or any(one.is_other for one in self.results):
+            return "not reproduced"
+        is_all = self.is_complete and not any(one.is_unchecked for one in self.results)
+        return "reproduced" if is_all else "incomplete"
+
+    @property
+    def made(self) -> Reproduction:
+        """The predicate of the certificate, once an interval was trained."""
+        assert self.last is not None
+        request, covers, trained = self.request, self.covers, self.trained
+        waiting = self.chosen[len(self.results) :]
+        not_yet = [TrainedAgain.unchecked(one, NOT_YET) for one in waiting]
+        coverable = self.chosen if request.whole else covers.intervals
+        return Reproduction(
+            statement=verify.read_statement(self.statement)["predicate"]["sha256"],
+            result=self.result,
+            seed=self.seed if request.is_drawn else None,
+            steps=covers.steps,
+            steps_coverable=_steps(coverable),
+            steps_checked=_steps(trained),
+            parts=len(covers.saved),
+            parts_coverable=covers.parts_in(coverable),
+            chance=covers.chance(len(trained))
+            if request.is_drawn
+            else covers.parts_in(trained) / len(covers.saved),
+            texts="made again" if request.texts else "by digest",
+            export=self.export,
+            tolerance=TOLERANCE,
+            differences=[*differences(self.links, self.last.manifest.lineage)],
+            by=MadeBy.of(self.last.manifest.lineage, _machine(request)),
+            intervals=self.results + not_yet,
+        )
+
+    def write(self) -> str:
+        """Write the certificate, for a checkpoint that was named also its statement; the digest of the
+        certificate."""
+        if self.request.checkpoint:
+            with atomic_open(self.request.statement_copy, "wb") as file:
+                file.write(self.statement)
+        return write_certificate(self.request.certificate, self.made, self.statement, self.key)
+
+
+def _machine(request: ReproduceOptions) -> Literal["another", "the same", "unknown"]:
+    """Whether this machine has trained the run, too, as far as the run is here."""
+    there = (
+        events.trained_nodes(RunPaths(request.checkpoints).events) if request.checkpoints else ()
+    )
+    if not there:
+        return "unknown"
+    here = {hostname(), os.environ.get("SLURMD_NODENAME")}
+    return "the same" if here & there else "another"
+
+
+def _runs(request: ReproduceOptions) -> list[RunPaths]:
+    if request.checkpoints:
+        return [RunPaths(request.checkpoints)]
+    return [RunPaths(path.parent) for path in sorted(results_folder().glob("*/checkpoints"))]
+
+
+def _chosen(request: ReproduceOptions, covers: Coverage, seed: int) -> list[Interval]:
+    """The intervals to train. VerificationError where there is none."""
+    if request.whole:
+        if not covers.can_start:
+            raise VerificationError(
+                f"its run began at step {covers.first} from another run, or from pretrained weights,"
+                " which are not trained again: leave --whole out"
+            )
+        return [Interval(0, covers.last, None, covers.exported)]
+    if request.checkpoint:
+        return _named(request, covers)
+    if covers.too_long and not covers.intervals:
+        raise UnfitError(
+            f"none of the {len(covers.saved)} parts of the run can be trained again in"
+            f" {request.minutes:g} minutes",
+            cause="its checkpoints that are here are too far apart (train.keep_pairs keeps closer ones)",
+            fix="give more time: --minutes N; in the workflow runtime in set-resources of reproduce_run",
+        )
+    if not covers.intervals:
+        raise DataError(
+            f"none of the {len(covers.saved)} parts of the run can be trained again: no checkpoint that"
+            f" the statement lists is in {request.checkpoints or results_folder()}",
+            cause="they were pruned (train.keep_every keeps some), or they are elsewhere",
+            fix="name the directory of the run: --checkpoints RUN; or train all of it: --whole",
+        )
+    return drawn(covers.intervals, request.intervals, seed)
+
+
+def _named(request: ReproduceOptions, covers: Coverage) -> list[Interval]:
+    """The interval that ends with the checkpoint that the user has named."""
+    if interval := [one for one in covers.intervals if one.last == covers.last]:
+        return interval
+    raise DataError(
+        f"the steps up to {request.checkpoint} cannot be trained again: no checkpoint before it is there",
+        cause="they were pruned, and the run began from another run or from pretrained weights",
+        fix="train.keep_every and train.keep_pairs: true keep a checkpoint and the one before it",
+    )
+
+
+def _pruned(err: FileNotFoundError) -> DataError:
+    return DataError(
+        f"{err.filename} was removed while it was read",
+        cause="the run is training and keeps only its newest checkpoints",
+        fix="train.keep_every and train.keep_pairs: true keep a checkpoint and the one before it",
+    )
+
+
+def _steps(intervals: Iterable[Interval]) -> int:
+    return sum(one.last - one.first for one in intervals)

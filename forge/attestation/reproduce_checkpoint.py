@@ -1,0 +1,129 @@
+"""`forge reproduce CHECKPOINT`: train the steps up to a checkpoint of a run again, from the one before.
+
+The run may be training: its lock is not needed. Certificate, statement and result are in `certificates/`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from forge.attestation import verify
+from forge.attestation.draw import Draw
+from forge.attestation.reproduce import refuse_bad, stopped_by_sigterm, trained_again
+from forge.attestation.reproduce_options import ReproduceOptions, check_values
+from forge.attestation.statement import write_statement
+from forge.checkpoint.directory import refuse_link
+from forge.checkpoint.resume import CommittedCheckpoints, is_checkpoint
+from forge.cluster.lock import lock
+from forge.core import events
+from forge.core.errors import ConfigError, DataError, ForgeError
+from forge.core.files import disk_trouble
+from forge.core.paths import RunPaths, checkpoint_step
+from forge.core.process import hostname
+from forge.core.records import Certified
+from forge.reporting.history import read_history
+from forge.run.forge_trainer import ForgeRun
+
+MOST_NAMED = 12  # steps in one message
+
+
+def run_of_checkpoint(named: Path) -> RunPaths | None:
+    """The run whose checkpoint a user names; None for an export, a run, or anything else."""
+    if (named / verify.STATEMENT).exists() or not is_checkpoint(named):
+        return None
+    return RunPaths.of_checkpoint(named.resolve())
+
+
+def reproduce_checkpoint(request: ReproduceOptions, run: RunPaths) -> None:
+    """Export the checkpoint that the user has named for as long as it takes, train the interval that ends
+    with it again, and write certificate, statement and result into the run. request: with the checkpoint
+    as its folder.
+
+    Raises as `reproduce`, and UnfitError where somebody else does the same.
+    """
+    folder = request.folder.resolve()
+    step = checkpoint_step(folder.name)
+    if step is None or not folder.is_dir():
+        raise _not_there(request.folder, run)
+    refuse_link(run.certificates)
+    with disk_trouble(run.certificates):
+        run.certificates.mkdir(exist_ok=True)
+    to = request.to or run.certificate_at(step)
+    request = replace(request, checkpoint=request.folder, run=None, to=to)
+    check_values(request)
+    with (
+        lock(run.certificates, "reproduce", name=f".{folder.name}.lock"),
+        stopped_by_sigterm(),
+        tempfile.TemporaryDirectory(prefix="forge-export-") as scratch,
+        _recorded(run, step),
+    ):
+        saved = ForgeRun(RunPaths(folder), None, {"data": str(request.data)})
+        export = saved.export(Path(scratch) / folder.name, "fp32")
+        write_statement(export, saved)
+        draw = trained_again(replace(request, folder=export))
+        _record(draw, run)
+    refuse_bad(draw)
+
+
+def _not_there(folder: Path, run: RunPaths) -> ConfigError:
+    steps = [str(step) for step in CommittedCheckpoints(run).by_step()]
+    there = ", ".join(steps[-MOST_NAMED:])
+    return ConfigError(
+        f"{folder} does not exist",
+        cause="it was pruned" if there else "the run has no checkpoint, or has another name",
+        fix=f"{folder.parent} has those of the steps {there}"
+        if there
+        else "`forge status` names runs",
+    )
+
+
+@contextmanager
+def _recorded(run: RunPaths, step: int) -> Iterator[None]:
+    """Record also an error that ends the body before there is a result; never in place of one."""
+    try:
+        yield
+    except ForgeError as err:
+        unchecked = Certified(first=None, last=step, result="unchecked", why=err.what, again_on="")
+        with suppress(
+            DataError
+        ):  # a record that cannot be read stays, too: `forge status` names it
+            before = Certified.read_if_there(run.certified_at(step))
+            if before is None or before.result == "unchecked":
+                _write(run, unchecked)
+        raise
+
+
+def _record(draw: Draw, run: RunPaths) -> None:
+    [interval] = draw.chosen
+    result = draw.result
+    _write(
+        run,
+        Certified(
+            first=interval.first,
+            last=interval.last,
+            result="unchecked" if result == "incomplete" else result,
+            is_bitwise=draw.results[0].outcome == "bitwise",
+            trained_on=_nodes_of(run, interval.first, interval.last),
+            again_on=os.environ.get("SLURMD_NODENAME") or hostname(),
+        ),
+    )
+
+
+def _write(run: RunPaths, record: Certified) -> None:
+    record.write(run.certified_at(record.last))
+
+
+def _nodes_of(run: RunPaths, first: int, last: int) -> list[str]:
+    """The nodes that have trained these steps, by the event log; [] without one that can be read."""
+    nodes: set[str] = set()
+    with suppress(ForgeError):
+        for launch in read_history(run).launches:
+            begun = launch.first(events.Launch)
+            if begun and begun.step < last and launch.last_step > first:
+                nodes.update(begun.nodes)
+    return sorted(nodes)

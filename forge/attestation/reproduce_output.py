@@ -1,0 +1,61 @@
+"""What `forge reproduce` prints of intervals that were trained again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from forge.attestation.certificate import Reproduction, TrainedAgain
+from forge.attestation.intervals import Coverage, seconds_of
+from forge.attestation.verify import Links, printable
+from forge.core.terminal import duration, show
+
+MACHINES = {
+    "another": ["on another machine than those that have trained the run"],
+    "the same": ["on a machine that has trained the run, too: its own faults would come again"],
+    "unknown": [],
+}
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    for note in notes:
+        show(f"  note  {printable(note)}")
+
+
+def print_not_drawn(covers: Coverage, links: Links) -> None:
+    """That there is no time for some intervals."""
+    number, least = len(covers.too_long), min(seconds_of(one, links) for one in covers.too_long)
+    print_notes(
+        [
+            f"{number} of {number + len(covers.intervals)} intervals are not drawn: they took"
+            f" {duration(least, precise=True)} and more in the run, which should be half of --minutes"
+        ]
+    )
+
+
+def print_interval(result: TrainedAgain) -> None:
+    line, mark = (
+        f"steps {result.first + 1} to {result.last}: ",
+        "FAIL" if result.is_other else "ok  ",
+    )
+    if result.is_unchecked:
+        mark, line = "note", f"{line}unchecked ({'; '.join(result.why)})"
+    elif result.outcome == "bitwise":
+        line += "bitwise equal"
+    else:
+        line += "within the tolerance" if result.outcome == "within tolerance" else "other weights"
+        if result.weights is not None:
+            line += f", {result.weights:.2g} of the way apart, losses {result.loss or 0:.2g}"
+        line += f" ({'; '.join(result.why) or 'the same kind of CPU, torch and ranks'})"
+    show(f"  {mark}  {printable(line)}")
+
+
+def print_summary(made: Reproduction) -> None:
+    show(
+        f"{made.result}: {made.steps_checked} of {made.steps} steps trained again"
+        f" ({made.steps_coverable} could be)"
+    )
+    number = sum(not one.is_unchecked for one in made.intervals)
+    intervals = f"{number} interval{'s' * (number > 1)}, drawn by seed {made.seed}"
+    if made.seed is None:
+        intervals = "all steps" if made.steps_checked == made.steps else "the steps that were named"
+    show(f"chance that one bad part of {made.parts} is found: {made.chance:.0%} ({intervals})")

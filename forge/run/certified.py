@@ -1,0 +1,67 @@
+"""Which parts of a run were trained again while it trained, and how did that end (`certify.every`)?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, checkpoint_step
+from forge.core.records import Certified
+
+WRONG = "NOT reproduced"
+MOST_NAMED = 4  # nodes in one line
+
+
+def results(paths: RunPaths) -> list[Certified]:
+    """What is known of the steps up to each checkpoint, by step; [] where nothing was trained again.
+    Raises DataError for a record that cannot be read."""
+    files = paths.certificates.glob(f"{CHECKPOINT_PREFIX}*.result.json")
+    return sorted((Certified.read(file) for file in files), key=lambda one: one.last)
+
+
+def waiting(paths: RunPaths) -> list[int]:
+    """Steps of the checkpoints whose job was submitted and has left no result, oldest first."""
+    files = paths.certificates.glob(f"{CHECKPOINT_PREFIX}*.job.json")
+    steps = [checkpoint_step(file.name.removesuffix(".job.json")) for file in files]
+    return sorted(s for s in steps if s is not None and not paths.certified_at(s).exists())
+
+
+def described(one: Certified) -> str:
+    """Such as `NOT reproduced: steps 901 to 1000, trained on node07, again on node08`."""
+    steps = (
+        f"steps up to {one.last}" if one.first is None else f"steps {one.first + 1} to {one.last}"
+    )
+    nodes = f"trained on {_names(one.trained_on)}, again on {one.again_on}"
+    match one.result:
+        case "reproduced":
+            return f"{steps} reproduced, {nodes}"
+        case "not reproduced":
+            return f"{WRONG}: {steps}, {nodes}"
+    return (
+        f"{steps} could not be trained again: {one.why.splitlines()[0] if one.why else 'no reason'}"
+    )
+
+
+def _names(nodes: Sequence[str]) -> str:
+    more = len(nodes) - MOST_NAMED
+    names = ", ".join(nodes[:MOST_NAMED]) or "unknown nodes"
+    return f"{names} and {more} more" if more > 0 else names
+
+
+def wrong(found: Sequence[Certified]) -> list[Certified]:
+    """Those whose steps did not give the same result again."""
+    return [one for one in found if one.result == "not reproduced"]
+
+
+def summary(found: Sequence[Certified], missing: Sequence[int]) -> list[str]:
+    """Lines for people: how many parts were trained again with the same result, and each that was not;
+    [] where none was tried. missing: as `waiting` gives them."""
+    none_yet = [f"no result of the steps up to {', '.join(map(str, missing))}"] if missing else []
+    if not found:
+        return none_yet
+    good = [one for one in found if one.result == "reproduced"]
+    equal = sum(one.is_bitwise for one in good)
+    how = "bitwise equal" if equal == len(good) else f"as they were, {equal} bitwise equal"
+    first = f"{len(good)} of {len(found)} parts trained again {how}"
+    if same := sum(one.again_on in one.trained_on for one in good):
+        first += f", {same} on a node that had trained it"  # whose own faults would come again
+    return [first, *(described(one) for one in found if one not in good), *none_yet]
