@@ -8,7 +8,7 @@ from html import escape
 from bench.storm import score
 from bench.storm.raw import Raw
 
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP, KEY = 560, 300, 44, 40, 12, 150
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, KEY = 560, 300, 44, 40, 12, 160
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f", "#000000")
 EVERY_SEC = 5.0  # between two points of a line
 
@@ -21,14 +21,16 @@ def picture(raws: Sequence[Raw]) -> str:
     lines = [_axes(minutes)]
     for number, one in enumerate(sorted(shown, key=_useful, reverse=True)):
         color = COLORS[number % len(COLORS)]
+        pen = f'fill="none" stroke="{color}" stroke-width="1.8"'
+        if number >= len(COLORS):  # the colours are used again
+            pen += ' stroke-dasharray="6 3"'
         points = " ".join(f"{x:.1f},{y:.1f}" for x, y in _points(one, minutes))
-        lines.append(
-            f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.8"/>'
-        )
         top = TOP + 14 + 18 * number
-        lines.append(
-            f'<text x="{WIDTH + 8}" y="{top}" fill="{color}">{escape(one.contender)}</text>'
-        )
+        lines += [
+            f'<polyline points="{points}" {pen}/>',
+            f'<path d="M{WIDTH + 8} {top - 4}h22" {pen}/>',
+            f'<text x="{WIDTH + 36}" y="{top}" fill="{color}">{escape(one.contender)}</text>',
+        ]
     size = f'width="{WIDTH + KEY}" height="{HEIGHT}" viewBox="0 0 {WIDTH + KEY} {HEIGHT}"'
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
