@@ -43,9 +43,8 @@ def main() -> None:
     parser.add_argument(
         "--ranks-per-node",
         type=_count,
-        default=RANKS_PER_NODE,
         metavar="N",
-        help=f"on {NODES} nodes ({RANKS_PER_NODE}); what starts faster depends on cores for each rank",
+        help=f"on each of {NODES} nodes ({RANKS_PER_NODE}; with --quick 1); they share the cores here",
     )
     parser.add_argument("--quick", action="store_true", help="one round, by default of killed-rank")
     options = parser.parse_args()
@@ -54,7 +53,8 @@ def main() -> None:
     if KERNELS in names:
         kernels.run(is_quick=options.quick)
     if names := [name for name in dict.fromkeys(names) if name != KERNELS]:
-        on_cluster(names, rounds, options.ranks_per_node)
+        usual = 1 if options.quick else RANKS_PER_NODE
+        on_cluster(names, rounds, options.ranks_per_node or usual)
 
 
 def _count(text: str) -> int:
