@@ -259,8 +259,9 @@ def reproduction_files(wildcards):
     runs = [run for run, settings in RUNS.items() if settings.ids.tokens]
     if not runs:
         raise WorkflowError(
-            f"nothing to reproduce: {', '.join(RUNS)} is trained by another program, and only"
-            " steps of Forge's own trainer are trained again."
+            f"nothing to reproduce: {', '.join(RUNS)} is trained by another program, and this target"
+            " trains steps of Forge's own trainer again.\n"
+            f"By hand: snakemake … export, then forge reproduce {RESULTS}/RUN --trust-program"
         )
     return files_of(runs, "reproduced.json")
 
