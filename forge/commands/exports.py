@@ -102,7 +102,8 @@ def _reproduce_options(parser: argparse.ArgumentParser) -> None:
         "--trust-program",
         action="store_true",
         help="run another training program than Forge's own: that of the project's config of the run, or"
-        " of --config, where it is the one of the statement",
+        " of --config, where it is the one of the statement; it loads the run's checkpoints, whose"
+        " pickles are code",
     )
 
 
