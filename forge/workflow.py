@@ -72,7 +72,7 @@ SUBMITTED = "FORGE_SUBMITTED"
 KNOWN_FAILURE = "known_failure_run"
 QUEUE_POLL_SEC = 10.0
 REPRODUCTION_MIN = 60  # its time limit where the profile has none, as on one machine
-PROGRAM_MB = 8000  # to validate what another program has trained, whose size is not known
+PROGRAM_MB = 8000  # for what another program has trained, whose size is not known
 
 
 def prepare_environment() -> None:
@@ -353,7 +353,7 @@ def _certification_request(
 ) -> Request:
     ranks = allocation.layout(config.run).world_size
     threads = plain(settings.overwrite_threads.get(REPRODUCTION)) or ranks
-    mem_mb = reproduction_mem_mb(config, ranks, settings.default_resources)
+    mem_mb = reproduction_mem_mb(config, allocation, settings.default_resources)
     return _reproduction_request(config, allocation, settings, threads=threads, mem_mb=mem_mb)
 
 
@@ -696,13 +696,20 @@ def validation_mem_mb(
 
 
 def reproduction_mem_mb(
-    config: ResolvedConfig, ranks: int, defaults: Mapping[str, Any] | None
+    config: ResolvedConfig, allocation: Allocation, defaults: Mapping[str, Any] | None
 ) -> int:
-    """Memory of reproduce_run in MB, all ranks on one node; that of default-resources, if it is more.
-    defaults: as for `validation_mem_mb`."""
+    """Memory of reproduce_run in MB, all ranks on one node: by the size of the model, for another program
+    that of all nodes of its training; that of default-resources, if it is more. defaults: as for
+    `validation_mem_mb`."""
     given = plain((defaults or {}).get("mem_mb"))
-    needed = training_bytes(config, ranks) + ranks * BASE_BYTES
-    return max(given if isinstance(given, int) else 0, math.ceil(needed / 10**6))
+    layout = allocation.layout(config.run)
+    if config.ids.tokens:
+        needed = training_bytes(config, layout.world_size) + layout.world_size * BASE_BYTES
+        needed_mb = math.ceil(needed / 10**6)
+    else:
+        of_node = plain(allocation.resources(config.run).get("mem_mb"))
+        needed_mb = layout.nodes * of_node if isinstance(of_node, int) else PROGRAM_MB
+    return max(given if isinstance(given, int) else 0, needed_mb)
 
 
 def resumable_steps(runs: dict[str, ResolvedConfig]) -> dict[str, int]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import forge
 from forge.attestation import verify
 from forge.attestation.intervals import Interval
-from forge.checkpoint.manifest import Code, Lineage, Numerics, Versions
+from forge.checkpoint.manifest import Code, Numerics, Versions
 from forge.core.files import disk_trouble, write_json
 from forge.core.records import RecordPart
 
@@ -46,7 +46,7 @@ class TrainedAgain(RecordPart):
         return self.outcome == "unchecked"
 
     @classmethod
-    def unchecked(cls, interval: Interval, why: str) -> TrainedAgain:
+    def unchecked(cls, interval: Interval[Any], why: str) -> TrainedAgain:
         return cls(
             first=interval.first,
             last=interval.last,
@@ -63,22 +63,14 @@ class MadeBy(RecordPart):
     """With what the steps were trained again."""
 
     code: Code
-    versions: Versions
+    versions: Versions | None
+    """None for another program, whose packages are not recorded."""
     cpu: str
-    numerics: Numerics
+    numerics: Numerics | None
+    """None as above."""
     machine: Literal["another", "the same", "unknown"]
     """Beside those that have trained the run, by its event log; of the same one a fault that comes again
     is not found."""
-
-    @classmethod
-    def of(cls, lineage: Lineage, machine: Literal["another", "the same", "unknown"]) -> MadeBy:
-        return cls(
-            code=lineage.code,
-            versions=lineage.versions,
-            cpu=lineage.hardware.cpu,
-            numerics=lineage.numerics,
-            machine=machine,
-        )
 
 
 class Reproduction(RecordPart):

@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forge.attestation import verify
-from forge.attestation.certificate import MadeBy, Reproduction, TrainedAgain, write_certificate
+from forge.attestation.certificate import Reproduction, TrainedAgain, write_certificate
 from forge.attestation.intervals import Coverage, Interval, coverage, drawn
-from forge.attestation.judgement import TOLERANCE, differences, judged
+from forge.attestation.judgement import TOLERANCE
+from forge.attestation.recipe_of_program import ProgramRecipe
+from forge.attestation.recipe_of_trainer import TrainerRecipe
 from forge.attestation.reproduce_options import ReproduceOptions
 from forge.attestation.reproduce_output import print_not_drawn
-from forge.attestation.retrain import Retrainer
-from forge.attestation.verify import Links, VerificationError
-from forge.checkpoint.directory import Checkpoint
+from forge.attestation.retrain import Recipe, Retrainer
+from forge.attestation.verify import VerificationError
+from forge.checkpoint.checkpoints import SavedCheckpoint
 from forge.core import events
 from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.files import atomic_open
@@ -36,12 +38,12 @@ class Draw:
     request: ReproduceOptions
     statement: bytes
     key: Any
-    links: Links
-    covers: Coverage
+    recipe: Recipe[Any]
+    covers: Coverage[Any]
     seed: int
-    chosen: list[Interval]
+    chosen: list[Interval[Any]]
     results: list[TrainedAgain] = field(default_factory=list)
-    last: Checkpoint | None = None  # that was made
+    last: SavedCheckpoint | None = None  # that was made
     export: Literal["same", "other", "unchecked"] = "unchecked"
     is_complete: bool = False  # all intervals had their turn, the export too
     trouble: ForgeError | None = None  # the first
@@ -50,24 +52,24 @@ class Draw:
     def of(cls, request: ReproduceOptions, statement: bytes, key: Any) -> Draw:
         """Raises VerificationError, and DataError where nothing can be trained again."""
         links = verify.check_chain(verify.read_statement(statement))
-        if "program" in links:
-            raise VerificationError(
-                "it is of another training program, and only Forge's own trainer is run: nothing was run"
-            )
+        recipe: Recipe[Any] = (
+            ProgramRecipe.of(request, links) if "program" in links else TrainerRecipe(links)
+        )
         # A checkpoint that is named is tried in the time that there is.
         most_sec = math.inf if request.checkpoint else 60 * request.minutes / SLOWER
-        covers = coverage(links, _runs(request), most_sec)
+        runs = [recipe.checkpoints(run) for run in _runs(request)]
+        covers = coverage(links, runs, most_sec, never_made_again=recipe.never_made_again)
         if covers.too_long and not request.whole:
             print_not_drawn(covers, links)
         seed = secrets.randbits(32) if request.seed is None else request.seed
-        return cls(request, statement, key, links, covers, seed, _chosen(request, covers, seed))
+        return cls(request, statement, key, recipe, covers, seed, _chosen(request, covers, seed))
 
-    def add(self, interval: Interval, trainer: Retrainer) -> None:
+    def add(self, interval: Interval[Any], trainer: Retrainer[Any]) -> None:
         """Train an interval again. What keeps this one from that does not keep others, but for a
         checkpoint that was removed meanwhile: DataError."""
         try:
             made = trainer.train(interval)
-            result = judged(interval, made, trainer.weights_digest, self.links)
+            result = self.recipe.judged(interval, made)
         except FileNotFoundError as err:  # a certificate could not name it any more
             raise _pruned(err) from None
         except (ForgeError, VerificationError) as err:
@@ -80,7 +82,7 @@ class Draw:
             self.results.append(result)
 
     @property
-    def trained(self) -> list[Interval]:
+    def trained(self) -> list[Interval[Any]]:
         pairs = zip(self.chosen, self.results, strict=False)  # which are fewer while it trains
         return [interval for interval, one in pairs if not one.is_unchecked]
 
@@ -115,8 +117,8 @@ class Draw:
             texts="made again" if request.texts else "by digest",
             export=self.export,
             tolerance=TOLERANCE,
-            differences=[*differences(self.links, self.last.manifest.lineage)],
-            by=MadeBy.of(self.last.manifest.lineage, _machine(request)),
+            differences=self.recipe.differences(self.last),
+            by=self.recipe.by(self.last, _machine(request)),
             intervals=self.results + not_yet,
         )
 
@@ -146,7 +148,7 @@ def _runs(request: ReproduceOptions) -> list[RunPaths]:
     return [RunPaths(path.parent) for path in sorted(results_folder().glob("*/checkpoints"))]
 
 
-def _chosen(request: ReproduceOptions, covers: Coverage, seed: int) -> list[Interval]:
+def _chosen(request: ReproduceOptions, covers: Coverage[Any], seed: int) -> list[Interval[Any]]:
     """The intervals to train. VerificationError where there is none."""
     if request.whole:
         if not covers.can_start:
@@ -168,13 +170,14 @@ def _chosen(request: ReproduceOptions, covers: Coverage, seed: int) -> list[Inte
         raise DataError(
             f"none of the {len(covers.saved)} parts of the run can be trained again: no checkpoint that"
             f" the statement lists is in {request.checkpoints or results_folder()}",
-            cause="they were pruned (train.keep_every keeps some), or they are elsewhere",
+            cause="they were pruned (train.keep_every keeps some, of a program a larger keep_last), or"
+            " they are elsewhere",
             fix="name the directory of the run: --checkpoints RUN; or train all of it: --whole",
         )
     return drawn(covers.intervals, request.intervals, seed)
 
 
-def _named(request: ReproduceOptions, covers: Coverage) -> list[Interval]:
+def _named(request: ReproduceOptions, covers: Coverage[Any]) -> list[Interval[Any]]:
     """The interval that ends with the checkpoint that the user has named."""
     if interval := [one for one in covers.intervals if one.last == covers.last]:
         return interval
@@ -193,5 +196,5 @@ def _pruned(err: FileNotFoundError) -> DataError:
     )
 
 
-def _steps(intervals: Iterable[Interval]) -> int:
+def _steps(intervals: Iterable[Interval[Any]]) -> int:
     return sum(one.last - one.first for one in intervals)

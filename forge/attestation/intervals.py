@@ -10,36 +10,41 @@ from __future__ import annotations
 import hashlib
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from forge.attestation.verify import Links, VerificationError, part
-from forge.checkpoint.directory import Checkpoint
-from forge.checkpoint.resume import CommittedCheckpoints
+from forge.checkpoint.checkpoints import RunCheckpoints, SavedCheckpoint
 from forge.core.errors import DataError
-from forge.core.paths import RunPaths
 
 NUMBERS = 10**12  # of steps and seconds; with larger ones of a stranger nothing is computed
 
+Saved = TypeVar("Saved", bound=SavedCheckpoint)
+
 
 @dataclass(frozen=True)
-class Interval:
+class Interval(Generic[Saved]):
     """Steps first + 1 to last. begin: the checkpoint of step `first`; None where the run begins there.
     end: that of step `last`; None where it is not here, and only the digest of its weights is known."""
 
     first: int
     last: int
-    begin: Checkpoint | None
-    end: Checkpoint | None
+    begin: Saved | None
+    end: Saved | None
 
     def __str__(self) -> str:
         return f"steps {self.first + 1} to {self.last}"
 
+    @property
+    def checkpoints(self) -> list[Saved]:
+        """Those of its begin and its end that are here."""
+        return [one for one in (self.begin, self.end) if one]
+
 
 @dataclass(frozen=True)
-class Coverage:
+class Coverage(Generic[Saved]):
     """What can be checked of a run. saved: steps of all checkpoints that the statement lists up to the
     exported one, without that of the start. can_start: whether its first step needs no other run and no
     pretrained weights. too_long: intervals for which there is no time. exported: the exported checkpoint,
@@ -48,9 +53,9 @@ class Coverage:
     first: int
     saved: tuple[int, ...]
     can_start: bool
-    intervals: tuple[Interval, ...]
-    too_long: tuple[Interval, ...]
-    exported: Checkpoint | None
+    intervals: tuple[Interval[Saved], ...]
+    too_long: tuple[Interval[Saved], ...]
+    exported: Saved | None
 
     @property
     def last(self) -> int:
@@ -61,7 +66,7 @@ class Coverage:
         """Of the run, up to the exported checkpoint."""
         return self.last - self.first
 
-    def parts_in(self, intervals: Iterable[Interval]) -> int:
+    def parts_in(self, intervals: Iterable[Interval[Saved]]) -> int:
         """How many of the parts of the run, from one saved checkpoint to the next, these cover."""
         return sum(
             bisect_right(self.saved, one.last) - bisect_right(self.saved, one.first)
@@ -77,9 +82,18 @@ class Coverage:
         return share * min(draws, len(self.intervals)) / len(self.intervals)
 
 
-def coverage(links: Links, runs: Iterable[RunPaths], most_sec: float = math.inf) -> Coverage:
-    """What of the run of a statement can be trained again with the checkpoints in these runs, which are
-    found by their digests, in intervals that took so many seconds at most. Only manifests are read."""
+def coverage(
+    links: Links,
+    runs: Iterable[RunCheckpoints],
+    most_sec: float = math.inf,
+    *,
+    never_made_again: Collection[int] = (),
+) -> Coverage[Any]:
+    """What of the run of a statement can be trained again with the checkpoints of these runs, which are
+    found by their digests, in intervals that took so many seconds at most. Only manifests are read.
+
+    never_made_again: steps at whose checkpoints no interval ends.
+    """
     last = part(links["export"], "step", int)
     stated = {
         (part(one, "step", int), str(one.get("blake3")))
@@ -94,13 +108,13 @@ def coverage(links: Links, runs: Iterable[RunPaths], most_sec: float = math.inf)
         )
     here = _found(stated, runs)
     can_start = not parent and not weights and not _names_a_start(links)
-    intervals = [*_intervals(first, saved, here, can_start)]
+    intervals = [*_intervals(first, saved, here, can_start, never_made_again)]
     short = tuple(one for one in intervals if seconds_of(one, links) <= most_sec)
     too_long = tuple(one for one in intervals if one not in short)
     return Coverage(first, saved, can_start, short, too_long, here.get(last))
 
 
-def seconds_of(interval: Interval, links: Links) -> float:
+def seconds_of(interval: Interval[Any], links: Links) -> float:
     """How long its steps took in the run: by the launch of the statement that was fastest among those
     that had some of them, start and evaluations included. 0 without any. A statement that claims more
     than it took has fewer steps checked, which the certificate says."""
@@ -122,14 +136,18 @@ def _seconds(launch: Mapping[str, Any], key: str) -> float:
 def _names_a_start(links: Links) -> bool:
     """Whether the config names another run or weights to start from, which a true statement has among its
     parents, too: what a stranger's config names is not opened."""
+    if "program" in links:  # which begins from nothing that Forge knows
+        return False
     values = part(links["config"], "values", dict)
     return bool(values.get("parent") or part(values, "model", dict).get("init"))
 
 
-def _found(stated: set[tuple[int, str]], runs: Iterable[RunPaths]) -> dict[int, Checkpoint]:
-    """The checkpoints in these runs that the statement lists, by step."""
-    found: dict[int, Checkpoint] = {}
-    for checkpoints in map(CommittedCheckpoints, runs):
+def _found(
+    stated: set[tuple[int, str]], runs: Iterable[RunCheckpoints]
+) -> dict[int, SavedCheckpoint]:
+    """The checkpoints of these runs that the statement lists, by step."""
+    found: dict[int, SavedCheckpoint] = {}
+    for checkpoints in runs:
         for step, folder in checkpoints.by_step().items():
             with suppress(DataError, FileNotFoundError):  # incomplete, or pruned meanwhile
                 checkpoint = checkpoints.open_complete(folder)
@@ -139,22 +157,26 @@ def _found(stated: set[tuple[int, str]], runs: Iterable[RunPaths]) -> dict[int, 
 
 
 def _intervals(
-    first: int, saved: Sequence[int], here: dict[int, Checkpoint], can_start: bool
-) -> Iterable[Interval]:
+    first: int,
+    saved: Sequence[int],
+    here: dict[int, Saved],
+    can_start: bool,
+    never_made_again: Collection[int],
+) -> Iterable[Interval[Saved]]:
     before, begin = first, None
     is_known = can_start
     for step in saved:
-        if end := here.get(step):
+        if step not in never_made_again and (end := here.get(step)):
             if is_known:
                 yield Interval(before, step, begin, end)
             before, begin, is_known = step, end, True
 
 
-def drawn(intervals: Sequence[Interval], number: int, seed: int) -> list[Interval]:
+def drawn(intervals: Sequence[Interval[Saved]], number: int, seed: int) -> list[Interval[Saved]]:
     """So many of these, by step: those with the smallest SHA-256 of `SEED FIRST LAST`, so that anybody
     draws the same ones."""
 
-    def place(one: Interval) -> str:
+    def place(one: Interval[Saved]) -> str:
         return hashlib.sha256(f"{seed} {one.first} {one.last}".encode()).hexdigest()
 
     return sorted(sorted(intervals, key=place)[:number], key=lambda one: one.first)

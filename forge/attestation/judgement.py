@@ -8,18 +8,23 @@ from typing import Any
 
 from forge.attestation.certificate import TrainedAgain
 from forge.attestation.intervals import Interval
+from forge.attestation.sealed_difference import SealedDifference, sealed_difference
 from forge.attestation.state_difference import StateDifference, state_difference
 from forge.attestation.verify import Links, part
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Code, Lineage
+from forge.checkpoint.sealed import SealedCheckpoint
+from forge.core.errors import DataError
 
-MOST_PACKAGES = 5  # with their versions, in one sentence
+MOST_NAMED = 5  # packages with their versions, or files, in one sentence
 # Where bits may differ. docs/reproducibility.md has what was measured: other kernels and numbers of ranks
 # stay a hundred times below it, one step at 1.1 times its learning rate is ten times above it.
 TOLERANCE = {"weights": 1e-3, "loss": 1e-3}
 
 
-def judged(interval: Interval, made: Checkpoint, weights_digest: str, links: Links) -> TrainedAgain:
+def judged(
+    interval: Interval[Checkpoint], made: Checkpoint, weights_digest: str, links: Links
+) -> TrainedAgain:
     """What became of an interval. made: its end as it was trained again, with this digest of its
     weights."""
     why, end = [*may_differ(interval, made, links)], interval.end
@@ -45,7 +50,53 @@ def judged(interval: Interval, made: Checkpoint, weights_digest: str, links: Lin
     )
 
 
-def may_differ(interval: Interval, made: Checkpoint, links: Links) -> Iterator[str]:
+def judged_program(
+    interval: Interval[SealedCheckpoint], made: SealedCheckpoint, links: Links
+) -> TrainedAgain:
+    """The same for another program. Bits may always differ: with which CPU, GPU and packages it ran is
+    not recorded. Raises DataError where files differ, and none of these has tensors that can be read."""
+    end, why = interval.end, []
+    digest = end.digest if end else links["export"].get("checkpoint")
+    apart = SealedDifference(0.0, [])
+    if made.digest != digest:
+        if end is None:
+            raise DataError(
+                f"other files than in the statement, and step {interval.last} is not here"
+            )
+        apart = sealed_difference(made, end, interval.begin)
+        if apart.weights is None:
+            raise DataError(
+                f"other files, whose tensors are not read: {_listed(apart.unread)}",
+                cause="pickles are not opened; files of a program may also have a time or a path in them",
+                fix="let the program save weights as safetensors, or by torch.distributed.checkpoint",
+            )
+    if apart.unread:
+        why.append(f"other files, whose tensors are not read: {_listed(apart.unread)}")
+    if apart.weights:
+        why.append("with which CPU, GPU and packages the program ran is not recorded")
+    weights = apart.weights or 0.0
+    return TrainedAgain(
+        first=interval.first,
+        last=interval.last,
+        began_with=interval.begin.digest if interval.begin else None,
+        stated=end.digest if end else None,
+        outcome="bitwise"
+        if not weights
+        else "within tolerance"
+        if weights <= TOLERANCE["weights"]
+        else "other",
+        weights=weights if math.isfinite(weights) else None,
+        loss=None,
+        why=why,
+    )
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def may_differ(interval: Interval[Checkpoint], made: Checkpoint, links: Links) -> Iterator[str]:
     """What differs between both trainings on which bits depend: hardware, kernels, torch, ranks. Code is
     not among it: another commit must not excuse another result."""
     now, then = made.manifest, interval.end.manifest if interval.end else None
@@ -75,7 +126,7 @@ def hardware_differences(then: Lineage, now: Lineage) -> Iterator[str]:
             yield _differs(key, theirs[key], ours.get(key))
 
 
-def _world_sizes(interval: Interval, links: Links) -> set[int]:
+def _world_sizes(interval: Interval[Checkpoint], links: Links) -> set[int]:
     """Of the launches that have trained the interval, by the statement."""
     launches = part(links["launches"], "launches", list)
     return {
@@ -109,8 +160,8 @@ def _other_packages(
     names = sorted((stated.keys() | ours.keys()) - known.keys(), key=str.lower)
     other = [name for name in names if stated.get(name) != ours.get(name)]
     if other:
-        shown = "; ".join(_differs(n, stated.get(n), ours.get(n)) for n in other[:MOST_PACKAGES])
-        more = len(other) - MOST_PACKAGES
+        shown = "; ".join(_differs(n, stated.get(n), ours.get(n)) for n in other[:MOST_NAMED])
+        more = len(other) - MOST_NAMED
         yield f"other packages: {shown}" + (f"; and {more} more" if more > 0 else "")
 
 

@@ -1,7 +1,8 @@
 """`forge reproduce`: train parts of a run again by the statement of its export, and certify the result.
 
 Nothing is fetched, installed or run because a statement names it. Trained is what it has of numbers and
-names of choices; code is the installed Forge, or a checkout that the user names.
+names of choices; code is the installed Forge, or a checkout that the user names. Another program is run
+where the user trusts it, and by the user's own config.
 """
 
 from __future__ import annotations
@@ -25,13 +26,12 @@ from forge.attestation.reproduce_output import (
     print_notes,
     print_summary,
 )
-from forge.attestation.retokenize import stated_ids, verify_texts
-from forge.attestation.retrain import Retrainer
-from forge.attestation.verify import Links, VerificationError
+from forge.attestation.retrain import Recipe, Retrainer
+from forge.attestation.verify import VerificationError
 from forge.checkpoint.manifest import Code
-from forge.core.errors import ConfigError, DataError
-from forge.core.files import digest_file, disk_trouble
-from forge.core.paths import MANIFEST, RunPaths, tokens_folder
+from forge.core.errors import DataError
+from forge.core.files import disk_trouble
+from forge.core.paths import RunPaths
 from forge.core.provenance import code
 from forge.core.records import Exported, Reproduced
 from forge.core.terminal import say, show
@@ -121,10 +121,10 @@ def _signing_key(request: ReproduceOptions) -> Any:
 def _train_again(draw: Draw, scratch: Path) -> None:
     """Train what was drawn, and renew the certificate after each interval. Raises the first error where
     nothing of it could be trained."""
-    request, links = draw.request, draw.links
-    trainer = _trainer(request, links, scratch)
+    request = draw.request
+    trainer = _trainer(request, draw.recipe, scratch)
     if not request.code:  # said before hours of training; that of a checkout is known afterwards
-        print_notes(code_differences(links, Code(**code())))
+        print_notes(code_differences(draw.recipe.links, Code(**code())))
     try:
         for interval in draw.chosen:
             draw.add(interval, trainer)
@@ -147,7 +147,9 @@ def _train_again(draw: Draw, scratch: Path) -> None:
 def _certify(draw: Draw) -> None:
     """Print what is known in the end, write the certificate, and record a positive one of a run."""
     request, made = draw.request, draw.made
-    known = [] if request.code else [*code_differences(draw.links, made.by.code)]  # printed before
+    known = (
+        [] if request.code else [*code_differences(draw.recipe.links, made.by.code)]
+    )  # printed before
     print_notes(note for note in made.differences if note not in known)
     print_notes(MACHINES[made.by.machine])
     print_summary(made)
@@ -174,43 +176,25 @@ def _record(draw: Draw, run: RunPaths, certificate: str) -> None:
     ).write(run.reproduced)
 
 
-def _trainer(request: ReproduceOptions, links: Links, scratch: Path) -> Retrainer:
-    """Raises VerificationError where the texts give other tokens, ConfigError without both."""
-    ids, data = stated_ids(links), request.data
-    if request.texts:
-        data = scratch / "data"
-        verify_texts(request.texts, links, request.folder, keep=data)
-    else:
-        manifest = tokens_folder(data, ids.tokens) / MANIFEST
-        if not manifest.is_file() or digest_file(manifest) != links["tokens"].get("blake3"):
-            raise ConfigError(
-                f"the tokens of the statement are not in {data}",
-                cause="this is another project than that of the run, or they were removed",
-                fix="name the texts, of which they are made again: --data TEXTS (or python:stdlib)",
-            )
+def _trainer(request: ReproduceOptions, recipe: Recipe[Any], scratch: Path) -> Retrainer[Any]:
+    data = recipe.prepare_data(request, scratch)
     place = scratch / "training"
     place.mkdir()
     code_folder = request.code.resolve() if request.code else None
-    return Retrainer(links, data.resolve(), place, code_folder, request.minutes)
+    return Retrainer(recipe, data.resolve(), place, code_folder, request.minutes)
 
 
-def _compared_export(draw: Draw, trainer: Retrainer) -> Literal["same", "other", "unchecked"]:
+def _compared_export(draw: Draw, trainer: Retrainer[Any]) -> Literal["same", "other", "unchecked"]:
     """Whether the weights in the export are those of the exported checkpoint, which is at hand, or was
     made again just now."""
-    covers, result, folder = draw.covers, draw.results[-1], draw.request.folder
+    covers, result = draw.covers, draw.results[-1]
     is_made = result.last == covers.last and result.outcome == "bitwise"
     checkpoint = covers.exported or (draw.last if is_made else None)
     if checkpoint is None:
         show(f"  note  export: the checkpoint of step {covers.last} is not here, weights unchecked")
         return "unchecked"
-    if _weights_files(trainer.export(checkpoint)) == _weights_files(folder):
+    if draw.recipe.exports_same(draw.request.folder, checkpoint, trainer):
         show(f"  ok    export: its weights are those of step {covers.last}")
         return "same"
     show(f"  FAIL  export: its weights are not those of step {covers.last}")
     return "other"
-
-
-def _weights_files(folder: Path) -> dict[str, str]:
-    """SHA-256 by name."""
-    names = [name for name in verify.files_in(folder) if name.endswith(".safetensors")]
-    return {name: verify.file_digest(folder / name)[0] for name in names}

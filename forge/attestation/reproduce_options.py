@@ -23,7 +23,8 @@ class ReproduceOptions:
     one that is chosen now. whole: all steps instead, from the first on. code: a checkout of Forge.
     minutes: that an interval may take. to: the certificate; None: beside the folder. sign: a private
     key. checkpoint: the one of a run that the user has named, of which the folder is an export: then the
-    interval that ends with it is trained again, and no other."""
+    interval that ends with it is trained again, and no other. trust_program: whether another program may
+    be run: that of the project's config of the run, or of `config`, the file of --config."""
 
     folder: Path
     data: Path
@@ -40,6 +41,8 @@ class ReproduceOptions:
     to: Path | None = None
     sign: Path | None = None
     checkpoint: Path | None = None
+    trust_program: bool = False
+    config: str | None = None
 
     @property
     def named(self) -> Path:

@@ -40,7 +40,7 @@ def print_interval(result: TrainedAgain) -> None:
     if result.is_unchecked:
         mark, line = "note", f"{line}unchecked ({'; '.join(result.why)})"
     elif result.outcome == "bitwise":
-        line += "bitwise equal"
+        line += "bitwise equal" + (f" ({'; '.join(result.why)})" if result.why else "")
     else:
         line += "within the tolerance" if result.outcome == "within tolerance" else "other weights"
         if result.weights is not None:

@@ -1,33 +1,28 @@
-"""Train an interval of a run again, in a directory of its own, by the config of a statement.
-
-Of that config training gets numbers, names of choices and content ids: no path, address, command, tracker
-or task. It is `forge train` in a process of its own, which sees neither the project nor a Slurm job.
-"""
+"""Train an interval of a run again, in a directory of its own: `forge train` in a process of its own,
+which sees no Slurm job. What depends on the program that trained the run is in its recipe."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Generic, Literal, Protocol
 
-from forge.attestation.intervals import Interval
-from forge.attestation.retokenize import stated_ids
+from forge.attestation.certificate import MadeBy, TrainedAgain
+from forge.attestation.intervals import Interval, Saved
+from forge.attestation.reproduce_options import ReproduceOptions
 from forge.attestation.verify import Links, VerificationError, part
-from forge.checkpoint import compatibility, directory
-from forge.checkpoint.directory import Checkpoint
+from forge.checkpoint.checkpoints import RunCheckpoints
 from forge.cluster.network import available_cores, available_memory
-from forge.core.config import ResolvedConfig, checked, is_free
-from forge.core.errors import DataError, Exit, ForgeError, UnfitError
-from forge.core.files import canonical, digest_bytes, disk_trouble
+from forge.core.config import ResolvedConfig
+from forge.core.errors import DataError, Exit, UnfitError
+from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.process import run_within
-from forge.core.records import Trained
 from forge.core.terminal import say
-from forge.core.train_settings import Train
-from forge.validation.estimates import training_bytes
 from forge.validation.replay import RANKS_PER_CORE
 
 RUN = "again"  # name of the run that trains an interval
@@ -42,26 +37,98 @@ PREFIXES = ("SLURM", "WANDB_", "MLFLOW_")
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
+class Recipe(Protocol[Saved]):
+    """What depends on the program that trained the run: Forge's own trainer, or another one."""
+
+    @property
+    def links(self) -> Links:
+        """Of the statement."""
+
+    @property
+    def cwd(self) -> Path | None:
+        """Where training runs; None for a directory of its own."""
+
+    # --- what there is to train again ---
+
+    def checkpoints(self, run: RunPaths) -> RunCheckpoints:
+        """Those of a run that this program has trained."""
+
+    @property
+    def never_made_again(self) -> frozenset[int]:
+        """Steps of checkpoints that are no end of an interval: training again does not save there."""
+
+    def prepare_data(self, request: ReproduceOptions, scratch: Path) -> Path:
+        """The directory from which training reads. Raises VerificationError where the texts give other
+        tokens, ConfigError where the statement's data are not here."""
+
+    # --- training an interval again ---
+
+    def config(self, interval: Interval[Saved], data: Path, place: Path) -> ResolvedConfig:
+        """By which the interval is trained. data: with the statement's tokens. place: for its results."""
+
+    def check(self, config: ResolvedConfig, interval: Interval[Saved]) -> None:
+        """VerificationError where a checkpoint of the interval was made otherwise than the statement
+        says. Their digests are right."""
+
+    def world_size(self, checkpoint: Saved) -> int:
+        """Ranks that have saved it."""
+
+    def num_bytes(self, config: ResolvedConfig, ranks: int) -> float:
+        """Memory that the ranks need; 0.0 where it is not known, or that of GPUs."""
+
+    def threads(self, interval: Interval[Saved]) -> int | None:
+        """Of each rank in the run; None where it is not known."""
+
+    def copy(self, checkpoint: Saved, paths: RunPaths) -> None:
+        """Put a checkpoint where training resumes from it. Its digests are verified when it does."""
+
+    def stopped_at_end(
+        self, config: ResolvedConfig, interval: Interval
+    ) -> AbstractContextManager[None]:
+        """While it is entered, training is asked to stop once it has saved the end of the interval, where
+        it would train on."""
+
+    def made(self, config: ResolvedConfig, interval: Interval[Saved]) -> Saved:
+        """The checkpoint at the end of the interval, as it was trained again. DataError where there is
+        none."""
+
+    # --- what became of it ---
+
+    def judged(self, interval: Interval[Saved], made: Saved) -> TrainedAgain:
+        """What became of an interval. Raises DataError where that cannot be compared."""
+
+    def exports_same(self, folder: Path, checkpoint: Saved, trainer: Retrainer[Saved]) -> bool:
+        """Whether an export has the weights of the exported checkpoint."""
+
+    def differences(self, made: Saved) -> list[str]:
+        """What differs from the code and the environment of the statement, as far as it has them."""
+
+    def by(self, made: Saved, machine: Literal["another", "the same", "unknown"]) -> MadeBy:
+        """With what a checkpoint was made again."""
+
+
 @dataclass(frozen=True)
-class Retrainer:
+class Retrainer(Generic[Saved]):
     """Trains intervals again. data: directory with the statement's tokens. place: an empty directory for
     all that training writes. code: checkout of Forge that trains; None for this one. minutes: that an
     interval may take."""
 
-    links: Links
+    recipe: Recipe[Saved]
     data: Path
     place: Path
     code: Path | None
     minutes: float
 
-    def train(self, interval: Interval) -> Checkpoint:
+    def train(self, interval: Interval[Saved]) -> Saved:
         """The checkpoint at the end of the interval, made again. It replaces that of the interval before.
 
         Raises DataError where the stated checkpoints are corrupt, do not fit the stated config, or where
         that cannot be trained; UnfitError where this machine is too small, or needs longer.
         """
-        config, ranks = self.config(interval), self.ranks(interval)
-        _check_checkpoints(config, interval)
+        recipe = self.recipe
+        config, ranks = recipe.config(interval, self.data, self.place), self.ranks(interval)
+        _refuse_corrupt(interval)
+        recipe.check(config, interval)
         self._check_size(config, interval, ranks)
         paths = RunPaths.of(config)
         say(f"training {interval} again on {ranks} rank{'s' * (ranks > 1)} …")
@@ -70,26 +137,21 @@ class Retrainer:
             paths.checkpoints.mkdir(parents=True)
             config.write(paths.config)
             if interval.begin:
-                _copy(interval.begin, paths)
-        self._run(
-            *("train", str(paths.config), f"--ranks-per-node={ranks}"),
-            f"--machine.launcher={'torchrun' if ranks > 1 else 'single'}",
-            f"--machine.max_minutes={self.minutes:g}",
-            interval=interval,
-        )
-        made = directory.latest_folder(paths)
-        assert made is not None
-        return Checkpoint.open(made)
+                recipe.copy(interval.begin, paths)
+        with recipe.stopped_at_end(config, interval):
+            self._run(
+                *("train", str(paths.config), f"--ranks-per-node={ranks}"),
+                f"--machine.launcher={'torchrun' if ranks > 1 else 'single'}",
+                f"--machine.max_minutes={self.minutes:g}",
+                interval=interval,
+                may_stop=paths.stop,
+            )
+        return recipe.made(config, interval)
 
-    @property
-    def weights_digest(self) -> str:
-        """Of the weights that the last training ended with."""
-        return Trained.read(RunPaths(self.place / RUN).trained).weights_digest
-
-    def export(self, checkpoint: Checkpoint) -> Path:
+    def export(self, checkpoint: Saved) -> Path:
         """The directory of a new export of a checkpoint, in the stated type."""
         folder = self.place / "export"
-        dtype = part(self.links["export"], "dtype", str)
+        dtype = part(self.recipe.links["export"], "dtype", str)
         if dtype not in ("fp32", "bf16"):
             raise VerificationError(
                 f"the export has dtype {dtype!r:.20}, which Forge does not write"
@@ -100,72 +162,20 @@ class Retrainer:
         )
         return folder
 
-    def ranks(self, interval: Interval) -> int:
+    def ranks(self, interval: Interval[Saved]) -> int:
         """Of the training that ended with this interval."""
         if interval.end:
-            return interval.end.manifest.world_size
-        launches = part(self.links["launches"], "launches", list)
+            return self.recipe.world_size(interval.end)
+        launches = part(self.recipe.links["launches"], "launches", list)
         sizes = [part(launch, "world_size", int) for launch in launches]
         return max(1, sizes[-1]) if sizes else 1
 
-    def config(self, interval: Interval) -> ResolvedConfig:
-        """By which the interval is trained. Keys that may change when a run resumes are those of the
-        checkpoint at its end."""
-        stated = self.links["config"]
-        values = part(stated, "values", dict)
-        if digest_bytes(canonical(values)) != stated.get("blake3"):
-            raise VerificationError("the values of the config do not have the digest beside them")
-        ids, tokenizer = stated_ids(self.links), part(values, "tokenizer", dict)
-        is_trained = tokenizer.get("source") == "train"
-        made = {
-            **{"run": RUN, "results": str(self.place), "data": str(self.data)},
-            "model": part(values, "model", dict),
-            "train": self._train(part(values, "train", dict), interval),
-            "parent": values.get("parent"),
-            "tokenizer": {"vocab_size": tokenizer.get("vocab_size")} if is_trained else {},
-            # Names alone: the files behind them are tokens already.
-            "tokenize": {"sources": {name: {"inputs": ["none"]} for name in ids.sources}}
-            if ids.sources
-            else {},
-            "ids": ids.model_dump(),
-        }
-        try:
-            return checked(ResolvedConfig, made, "the statement")
-        except ForgeError as err:
-            raise VerificationError(f"this Forge cannot train that config: {err.what}") from None
-
-    def _train(self, stated: dict[str, Any], interval: Interval) -> dict[str, Any]:
-        values, length = dict(stated), interval.last - interval.first
-        decay_steps = values.get("decay_steps")
-        if interval.end:
-            manifest = interval.end.manifest
-            recorded = manifest.lineage.config.train
-            values |= {
-                key: compatibility.recorded_value("train", recorded, key)
-                for key in Train.model_fields
-                if is_free(Train, key)
-            }
-            decay_steps = manifest.decay_steps
-        return {
-            **values,
-            "max_steps": interval.last,
-            "decay_steps": decay_steps,
-            # Neither a save nor an evaluation changes what is trained.
-            **{"checkpoint_every": 2 * interval.last, "checkpoint_minutes": None},
-            **{
-                "eval_every": 2 * interval.last,
-                "eval_samples": 1,
-                "log_every": max(1, length // 10),
-            },
-            **{"keep_last": 2, "keep_every": None, "keep_pairs": False},
-        }
-
-    def _check_size(self, config: ResolvedConfig, interval: Interval, ranks: int) -> None:
+    def _check_size(self, config: ResolvedConfig, interval: Interval[Saved], ranks: int) -> None:
         """UnfitError where the CPUs of this machine cannot train so many ranks of such a model."""
-        numerics = self.links["environment"].get("numerics")
+        numerics = self.recipe.links["environment"].get("numerics")
         if isinstance(numerics, dict) and numerics.get("device") == "cuda":
             return
-        needed = training_bytes(config, ranks)
+        needed = self.recipe.num_bytes(config, ranks)
         cores, free = available_cores(), available_memory()
         why = ""
         if ranks > RANKS_PER_CORE * cores:
@@ -179,12 +189,16 @@ class Retrainer:
                 fix="run the command on a node like those that trained",
             )
 
-    def _run(self, *arguments: str, interval: Interval | None = None) -> None:
-        """Run a command of the Forge that trains. Raises as its exit code says."""
+    def _run(
+        self, *arguments: str, interval: Interval[Saved] | None = None, may_stop: Path | None = None
+    ) -> None:
+        """Run a command of the Forge that trains. may_stop: where this file is there, it was asked to
+        stop. Raises as its exit code says."""
         log = self.place / "output.txt"
         command = [sys.executable, "-m", "forge", *arguments]
-        status = _end_of(command, self.place, self._environment(interval), log, self.minutes)
-        if status == Exit.DONE:
+        cwd = self.recipe.cwd or self.place
+        status = _end_of(command, cwd, self._environment(interval), log, self.minutes)
+        if status == Exit.DONE or (status == Exit.STOPPED and may_stop and may_stop.exists()):
             return
         what = f"{interval}" if interval else "the export"
         if status in (None, Exit.STOPPED):
@@ -198,7 +212,7 @@ class Retrainer:
             f"{what} cannot be made again: forge {arguments[0]} ended with {status}\n{_last_lines(log)}"
         )
 
-    def _environment(self, interval: Interval | None) -> dict[str, str]:
+    def _environment(self, interval: Interval[Saved] | None) -> dict[str, str]:
         """Without what belongs to a job, a launch or a tracker; with as many threads as in the run."""
         kept = {
             name: value
@@ -206,39 +220,20 @@ class Retrainer:
             if name not in OF_OTHERS and not name.startswith(PREFIXES)
         }
         kept |= dict.fromkeys(OFFLINE, "1")
-        if interval and interval.end:
-            threads = interval.end.manifest.lineage.numerics.threads
+        if interval and (threads := self.recipe.threads(interval)):
             kept["OMP_NUM_THREADS"] = str(min(threads, available_cores()))
         if self.code:
             kept["PYTHONPATH"] = str(self.code)
         return kept
 
 
-def _check_checkpoints(config: ResolvedConfig, interval: Interval) -> None:
-    """DataError where a checkpoint is corrupt, or was made by another config than the stated one."""
-    for checkpoint in filter(None, (interval.begin, interval.end)):
+def _refuse_corrupt(interval: Interval[Saved]) -> None:
+    for checkpoint in interval.checkpoints:
         if bad := [*checkpoint.bad_files()]:
             raise DataError(
                 f"{checkpoint.folder} is corrupt: {'; '.join(bad)}",
                 fix="restore it, or name another copy of the run: --checkpoints RUN",
             )
-        try:
-            compatibility.check_compatible(config, checkpoint)
-        except ForgeError as err:
-            raise VerificationError(
-                f"step {checkpoint.step} was not made by the config of the statement: {err.what}"
-            ) from None
-
-
-def _copy(checkpoint: Checkpoint, paths: RunPaths) -> None:
-    """Put a checkpoint where training resumes from it. Its digests are verified when it does."""
-    folder = paths.checkpoints / checkpoint.folder.name
-    folder.mkdir()
-    for name in checkpoint.whole_list.entries:
-        shutil.copyfile(checkpoint.folder / name, folder / name)
-    directory.point_latest(paths, folder)
-    if Checkpoint.open(folder).digest != checkpoint.digest:
-        raise DataError(f"{checkpoint.folder} has changed while it was copied")
 
 
 def _end_of(

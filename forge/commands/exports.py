@@ -98,6 +98,13 @@ def _reproduce_options(parser: argparse.ArgumentParser) -> None:
         " certificates/step-….json in the run)",
     )
     option("--sign", metavar="KEY", type=Path, help="sign the certificate with this private key")
+    option(
+        "--trust-program",
+        action="store_true",
+        help="run another training program than Forge's own: that of the project's config of the run, or"
+        " of --config, where it is the one of the statement; it loads the run's checkpoints, whose"
+        " pickles are code",
+    )
 
 
 def _verify_options(parser: argparse.ArgumentParser) -> None:
@@ -219,4 +226,6 @@ def _request(options: argparse.Namespace, folder: Path, run: Any) -> Any:
         digest=options.digest,
         to=options.to,
         sign=options.sign,
+        trust_program=options.trust_program,
+        config=options.its_config,
     )

@@ -13,10 +13,12 @@ import yaml
 from support.live_run import Run, forge, ranks, wait_until
 
 from forge.attestation.verify import VerificationError, verify
+from forge.checkpoint.sealed import ProgramCheckpoints, Seal
 from forge.core import json_lines
 from forge.core.errors import Exit
 from forge.core.files import digest_bytes, read_json
 from forge.core.process import MAX_OPEN_FILES
+from forge.core.program_settings import Checkpoints
 from forge.reporting.history import read_history
 
 COUNT = Path(__file__).parents[1] / "support/programs/count.py"
@@ -345,3 +347,123 @@ def test_export_of_a_program_has_a_statement_from_its_inputs_to_its_checkpoints(
     (folder / "state.json").write_text("{}")
     with pytest.raises(VerificationError, match="has SHA-256"):
         verify(folder)
+
+
+# --- forge reproduce --trust-program ----------------------------------------------------------------
+
+
+@pytest.fixture
+def exported(program, tmp_path, monkeypatch):
+    """A run with checkpoints 5, 10, 15 and 20, and its export: (run, directory)."""
+    monkeypatch.chdir(tmp_path)
+    run = program(source=str(COUNT.parent))
+    done = run.forge("train", *TWO_RANKS)
+    assert done.code == 0, done.text
+    done = forge("export", str(run.folder), f"--config={run.config}", "--to=model")
+    assert done.code == 0, done.text
+    return run, tmp_path / "model"
+
+
+def reproduced(run, *more):
+    trust = ("--trust-program", f"--config={run.config}")
+    return forge("reproduce", "model", f"--checkpoints={run.folder}", *trust, *more)
+
+
+def certificate():
+    return read_json(Path("model.certificate.json"))["predicate"]
+
+
+def test_program_that_is_trusted_trains_intervals_again_up_to_their_ends(exported):
+    run, _ = exported
+    done = reproduced(run, "--intervals=4")
+    assert done.code == 0, done.text
+    made = certificate()
+    ends = [(one["first"], one["last"], one["outcome"]) for one in made["intervals"]]
+    assert ends == [(first, first + 5, "bitwise") for first in (0, 5, 10, 15)]
+    assert (made["result"], made["export"], made["steps_checked"]) == ("reproduced", "same", GOAL)
+    assert forge("verify", "model", "--certificate=model.certificate.json").code == 0
+
+
+def test_program_of_a_statement_is_not_run_where_the_users_own_is_another(exported, tmp_path):
+    run, _ = exported
+    values = yaml.safe_load(run.config.read_text())
+    values["program"]["command"] = ["touch", str(tmp_path / "was-run")]
+    run.config.write_text(yaml.safe_dump(values))
+    done = reproduced(run)
+    assert done.code == Exit.CONFIG, done.text
+    assert "program.command of the statement is" in done.text
+    assert not (tmp_path / "was-run").exists()
+
+
+def test_program_whose_files_were_edited_is_not_run(exported, tmp_path):
+    run, _ = exported
+    source = shutil.copytree(COUNT.parent, tmp_path / "edited")
+    (source / "count.py").write_text("raise SystemExit(1)")
+    values = yaml.safe_load(run.config.read_text())
+    values["program"]["source"] = str(source)
+    run.config.write_text(yaml.safe_dump(values))
+    done = reproduced(run)
+    assert done.code == Exit.CONFIG, done.text
+    assert "program.source of the statement is" in done.text
+
+
+def test_program_is_not_run_without_a_config_of_the_user_or_his_word(exported):
+    run, _ = exported
+    named = ("reproduce", "model", f"--checkpoints={run.folder}")
+    done = forge(*named, "--trust-program")
+    assert done.code == Exit.CONFIG, done.text
+    assert "your own config, which has none for the run p" in done.text
+    done = forge(*named, f"--config={run.config}")
+    assert done.code == Exit.DATA, done.text
+    assert "nothing was run: --trust-program" in done.text
+    assert not Path("model.certificate.json").exists()
+
+
+def test_program_that_saves_other_files_is_no_proof_of_anything(exported):
+    """What count.py saves has no tensors: only equal files say something."""
+    run, _ = exported
+    changed = run.paths.checkpoints / "checkpoint-10"
+    (changed / "part-1.json").write_text('{"step": 10, "rank": 1, "at": "another time"}')
+    saved = ProgramCheckpoints(run.paths, Checkpoints(complete=MARKS))
+    assert saved.seal(changed, 10, Seal.read(saved.seal_of(changed)).lineage)
+    shutil.rmtree("model")
+    assert forge("export", str(run.folder), f"--config={run.config}", "--to=model").code == 0
+    done = reproduced(run, "--intervals=4")
+    assert done.code == Exit.DATA, done.text
+    assert certificate()["result"] == "incomplete"
+    [one] = [one for one in certificate()["intervals"] if one["last"] == 10]
+    assert one["outcome"] == "unchecked"
+    assert "whose tensors are not read: part-1.json" in one["why"][0]
+
+
+def test_step_at_which_a_program_was_stopped_ends_no_interval(program, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = program("--save-every", 20, "--sleep", 0.1, goal=60)
+    started = run.start("train", *TWO_RANKS)
+    wait_until(run.paths.latest.is_symlink, "a sealed checkpoint")
+    started.process.send_signal(signal.SIGTERM)
+    assert started.end().code == Exit.STOPPED
+    stopped_at = latest_step(run)
+    assert run.forge("train", *TWO_RANKS).code == 0
+    assert forge("export", str(run.folder), f"--config={run.config}", "--to=model").code == 0
+    done = reproduced(run, "--intervals=9")
+    assert done.code == 0, done.text
+    assert stopped_at not in [one["last"] for one in certificate()["intervals"]]
+    assert certificate()["steps_checked"] == 60
+
+
+def test_plain_ddp_script_goes_on_bitwise_from_its_checkpoints(program, tmp_path, monkeypatch):
+    """In the middle of an epoch of 64 batches, too."""
+    monkeypatch.chdir(tmp_path)
+    run = program(
+        command=["python", "train.py", "--steps", "{goal}", "--save-every", "40"],
+        source=str(LAB),
+        goal=120,
+        checkpoints={"pattern": "checkpoint-{step}.pt"},
+    )
+    done = run.forge("train", *TWO_RANKS)
+    assert done.code == 0, done.text
+    assert forge("export", str(run.folder), f"--config={run.config}", "--to=model").code == 0
+    done = reproduced(run)
+    assert done.code == 0, done.text
+    assert [one["outcome"] for one in certificate()["intervals"]] == ["bitwise"] * 3

@@ -22,6 +22,7 @@ from support.statements import make_consistent
 from forge import __version__ as forge_version
 from forge.attestation import retrain, verify
 from forge.attestation.certificate import Reproduction, envelope_path
+from forge.attestation.recipe_of_trainer import TrainerRecipe
 from forge.checkpoint.directory import Checkpoint
 from forge.cluster.lock import lock
 from forge.core import events
@@ -468,13 +469,13 @@ def test_checkpoint_that_is_pruned_while_it_is_read_is_unchecked_with_what_keeps
     project, honest, monkeypatch
 ):
     run = honest.copy(project / "results/honest")
-    copy = retrain._copy
+    copy = TrainerRecipe.copy
 
-    def pruned(checkpoint: Checkpoint, paths: RunPaths) -> None:
+    def pruned(recipe: TrainerRecipe, checkpoint: Checkpoint, paths: RunPaths) -> None:
         shutil.rmtree(checkpoint.folder)
-        copy(checkpoint, paths)
+        copy(recipe, checkpoint, paths)
 
-    monkeypatch.setattr(retrain, "_copy", pruned)
+    monkeypatch.setattr(TrainerRecipe, "copy", pruned)
     done = forge("reproduce", "results/honest/checkpoints/step-00000008")
     assert done.code == 65
     assert "was removed while it was read" in done.text and "train.keep_pairs: true" in done.text
@@ -555,7 +556,7 @@ def test_program_of_a_statement_is_not_run(project, model, tmp_path):
     restate(model, lambda links: None)
     done = reproduce(model)
     assert done.code == 65
-    assert "another training program" in done.text
+    assert "another training program, and nothing was run" in done.text
     assert not (tmp_path / "was-run").exists()
 
 

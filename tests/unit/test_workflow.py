@@ -13,7 +13,7 @@ from forge import workflow
 from forge.cluster.placement import WorldLayout
 from forge.cluster.sbatch import Request
 from forge.core import events
-from forge.core.config import Config, checked, load_config
+from forge.core.config import Config, Ids, checked, load_config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import Machine, Slurm
 from forge.core.paths import (
@@ -368,9 +368,23 @@ def test_time_limit_of_a_reproduction_is_that_of_the_profile_also_as_a_formula()
 
 
 def test_memory_of_a_reproduction_is_that_of_all_ranks(run):
-    two, four = (workflow.reproduction_mem_mb(run, ranks, {}) for ranks in (2, 4))
+    two, four = (workflow.reproduction_mem_mb(run, trained_by(n), {}) for n in (2, 4))
     assert 2000 < two < four and four == pytest.approx(2 * two, abs=1)
-    assert workflow.reproduction_mem_mb(run, 2, {"mem_mb": 10**6}) == 10**6
+    assert workflow.reproduction_mem_mb(run, trained_by(2), {"mem_mb": 10**6}) == 10**6
+
+
+def trained_by(nodes, mem_mb=3000):
+    """An allocation of so many nodes with one rank each."""
+    return SimpleNamespace(
+        layout=lambda run: WorldLayout(nodes, 1), resources=lambda run: {"mem_mb": mem_mb}
+    )
+
+
+def test_memory_of_a_programs_reproduction_is_that_of_all_nodes_of_its_training(run):
+    program = run.model_copy(update={"ids": Ids()})
+    assert workflow.reproduction_mem_mb(program, trained_by(4), {"mem_mb": 1000}) == 12000
+    formula = trained_by(4, "attempt * 1000")
+    assert workflow.reproduction_mem_mb(program, formula, {}) == workflow.PROGRAM_MB
 
 
 # --- --config for the allocation of one command ---------------------------------------------------

@@ -10,7 +10,7 @@ from support.clone import wait
 CONFIG = "config/labs/six-nodes/config.yaml"
 
 
-def test_ddp_script_is_stopped_resumed_validated_and_reported(project):
+def test_ddp_script_is_stopped_resumed_validated_reported_and_reproduced(project):
     project.one_rank()
     path = project.root / CONFIG
     values = yaml.safe_load(path.read_text())
@@ -39,3 +39,6 @@ def test_ddp_script_is_stopped_resumed_validated_and_reported(project):
     assert "train.py --steps {goal}" in page
     code, output = project.snakemake("train", "--configfile", CONFIG)
     assert (code, "Nothing to be done" in output) == (0, True)
+    code, output = project.snakemake("reproduce", "--configfile", CONFIG)
+    assert code == 0, output
+    assert project.read("reproduced.json", "six-nodes")["steps_checked"] == 60

@@ -152,9 +152,7 @@ def training_ranks(wildcards):
 
 def reproduction_mem_mb(wildcards):
     return helpers.reproduction_mem_mb(
-        RUNS[wildcards.run],
-        training_ranks(wildcards),
-        workflow.resource_settings.default_resources,
+        RUNS[wildcards.run], ALLOCATION, workflow.resource_settings.default_resources
     )
 
 
@@ -252,17 +250,6 @@ def evaluation_files(wildcards):
             "Set it in config/config.yaml, such as `evaluate: {tasks: [hellaswag]}`."
         )
     return files_of(EVALUATED, "evaluation.json")
-
-
-def reproduction_files(wildcards):
-    """What the target `reproduce` asks for: of the runs of Forge's own trainer."""
-    runs = [run for run, settings in RUNS.items() if settings.ids.tokens]
-    if not runs:
-        raise WorkflowError(
-            f"nothing to reproduce: {', '.join(RUNS)} is trained by another program, and only"
-            " steps of Forge's own trainer are trained again."
-        )
-    return files_of(runs, "reproduced.json")
 
 
 def resumed_files(wildcards):

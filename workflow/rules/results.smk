@@ -70,8 +70,11 @@ rule reproduce_run:
     params:
         config=settings_of("config_run"),
         run=lambda w: f"{RESULTS}/{w.run}",
+        # That of the user's config, as training runs it.
+        trust=lambda w: [] if RUNS[w.run].ids.tokens else ["--trust-program"],
     shell:
         "exec forge reproduce {params.run:q} --config={params.config:q} --log={log:q}"
+        " {params.trust:q}"
         # A quarter of the time for each of the three intervals.
         " --minutes=$(({resources.runtime:q} / 4))"
 

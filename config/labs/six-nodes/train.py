@@ -90,7 +90,9 @@ def main() -> None:
 
     loader = batches(64 * options.batch_size * world_size, options.batch_size, epoch=0)
     while step < options.steps:
-        for inputs, labels in loader:
+        for number, (inputs, labels) in enumerate(loader):
+            if number < step % len(loader):
+                continue  # trained on before the checkpoint
             loss = nn.functional.cross_entropy(model(inputs.to(device)), labels.to(device))
             optimizer.zero_grad()
             loss.backward()

@@ -11,6 +11,7 @@ from support.manifests import manifest_of
 
 from forge.attestation.intervals import Interval, coverage, drawn, seconds_of
 from forge.attestation.verify import VerificationError
+from forge.checkpoint.resume import CommittedCheckpoints
 from forge.core.files import digest_file
 from forge.core.paths import RunPaths, checkpoint_name
 
@@ -52,7 +53,7 @@ def ends(intervals: Any) -> list[tuple[int, int]]:
 
 
 def test_run_with_all_checkpoints_is_covered_from_its_first_step(run):
-    covers = coverage(links_of(run), [run])
+    covers = coverage(links_of(run), [CommittedCheckpoints(run)])
     assert ends(covers.intervals) == [(0, 10), (10, 20), (20, 30), (30, 40)]
     assert covers.intervals[0].begin is None and covers.intervals[1].begin.step == 10
     assert covers.steps == 40 and covers.exported.step == 40
@@ -62,17 +63,17 @@ def test_run_with_all_checkpoints_is_covered_from_its_first_step(run):
 def test_checkpoint_of_another_digest_or_of_a_later_step_is_none_of_the_run(run):
     links = links_of(run, exported=30)
     manifest_of(20, decay_steps=7).write(run.checkpoints / checkpoint_name(20))
-    covers = coverage(links, [run])
+    covers = coverage(links, [CommittedCheckpoints(run)])
     assert ends(covers.intervals) == [(0, 10), (10, 30)]
     assert covers.parts_in(covers.intervals) == 3
 
 
 def test_intervals_that_took_too_long_are_not_drawn_and_count_as_unchecked(run):
-    covers = coverage(links_of(run), [run], most_sec=99.0)
+    covers = coverage(links_of(run), [CommittedCheckpoints(run)], most_sec=99.0)
     assert ends(covers.intervals) == [(20, 30), (30, 40)]
     assert ends(covers.too_long) == [(0, 10), (10, 20)]
     assert covers.parts_in(covers.intervals) == 2 and covers.chance(2) == 0.5
-    assert coverage(links_of(run), [run], most_sec=100.0).too_long == ()
+    assert coverage(links_of(run), [CommittedCheckpoints(run)], most_sec=100.0).too_long == ()
 
 
 def test_steps_that_were_trained_twice_took_what_the_faster_launch_needed(run):
@@ -87,13 +88,13 @@ def test_steps_that_were_trained_twice_took_what_the_faster_launch_needed(run):
 def test_times_that_no_clock_shows_are_none(run, odd):
     links = links_of(run)
     links["launches"]["launches"] = [launch(0, 20, 5.0) | {"ended": odd}, launch(20, 10**400, 5.0)]
-    assert coverage(links, [run], most_sec=1.0).too_long == ()
+    assert coverage(links, [CommittedCheckpoints(run)], most_sec=1.0).too_long == ()
 
 
 def test_missing_last_checkpoint_counts_as_unchecked(run):
     links = links_of(run)
     (run.checkpoints / checkpoint_name(40) / "checkpoint.json").unlink()
-    covers = coverage(links, [run])
+    covers = coverage(links, [CommittedCheckpoints(run)])
     assert covers.exported is None
     assert covers.parts_in(covers.intervals) == 3
     assert covers.chance(3) == 0.75
@@ -105,7 +106,7 @@ def test_missing_last_checkpoint_counts_as_unchecked(run):
     ids=["another run", "weights"],
 )
 def test_steps_after_a_start_from_elsewhere_count_as_unchecked(run, parents):
-    covers = coverage(links_of(run, **parents), [run])
+    covers = coverage(links_of(run, **parents), [CommittedCheckpoints(run)])
     assert not covers.can_start
     assert ends(covers.intervals) == [(10, 20), (20, 30), (30, 40)]
     assert covers.chance(3) == 0.75
@@ -113,7 +114,7 @@ def test_steps_after_a_start_from_elsewhere_count_as_unchecked(run, parents):
 
 def test_steps_of_the_parent_are_none_of_the_run(run):
     parent = {"run": "base", "step": 20, "digest": "0"}
-    covers = coverage(links_of(run, checkpoint=parent), [run])
+    covers = coverage(links_of(run, checkpoint=parent), [CommittedCheckpoints(run)])
     assert (covers.first, covers.saved, covers.steps) == (20, (30, 40), 20)
     assert ends(covers.intervals) == [(30, 40)]
 
@@ -121,7 +122,7 @@ def test_steps_of_the_parent_are_none_of_the_run(run):
 def test_statement_whose_export_is_before_its_start_is_refused(run):
     parent = {"run": "base", "step": 50, "digest": "0"}
     with pytest.raises(VerificationError, match="between steps 50 and 40"):
-        coverage(links_of(run, checkpoint=parent), [run])
+        coverage(links_of(run, checkpoint=parent), [CommittedCheckpoints(run)])
 
 
 def test_draw_depends_on_the_seed_alone_and_is_sorted_by_step():
