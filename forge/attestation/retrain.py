@@ -83,7 +83,7 @@ class Recipe(Protocol[Saved]):
         """Put a checkpoint where training resumes from it. Its digests are verified when it does."""
 
     def stopped_at_end(
-        self, config: ResolvedConfig, interval: Interval
+        self, config: ResolvedConfig, interval: Interval[Saved]
     ) -> AbstractContextManager[None]:
         """While it is entered, training is asked to stop once it has saved the end of the interval, where
         it would train on."""
