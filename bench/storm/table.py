@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/storm.md, made from the raw files.
+"""The tables and the pictures of docs/storm.md, made from the raw files.
 
 python -m bench.storm.table [--results FOLDER] [--write]    prints them, or renews the page
 """
@@ -12,12 +12,15 @@ from functools import reduce
 from pathlib import Path
 
 from bench.storm import model, raw, score, trace
-from bench.storm.picture import picture
+from bench.storm.picture import forecast, picture
 from bench.storm.raw import Raw
 from bench.storm.score import Gap, Wrong
 
 PAGE = Path(__file__).parents[2] / "docs/storm.md"
-PICTURE = PAGE.with_suffix(".svg")
+PICTURES = {
+    PAGE.with_suffix(".svg"): (picture, "Useful training over wall time, by contender"),
+    PAGE.with_name("storm-forecast.svg"): (forecast, "ETTR by the mean time between events"),
+}
 BEGIN, END = "<!-- measured -->\n", "<!-- /measured -->\n"
 FORECAST_SEC = 300.0  # between two events, for which the model is asked
 NONE = "–"
@@ -28,7 +31,8 @@ def page(raws: Sequence[Raw]) -> str:
     """What the page shows between its marks, as Markdown."""
     if not raws:
         return tables(raws)
-    return f"![Useful training over wall time, by contender]({PICTURE.name})\n\n{tables(raws)}"
+    shown = [f"![{title}]({path.name})\n" for path, (_, title) in PICTURES.items()]
+    return "\n".join([*shown, tables(raws)])
 
 
 def tables(raws: Sequence[Raw]) -> str:
@@ -203,8 +207,8 @@ def main() -> None:
     raws = raw.read_all(options.results)
     if options.write:
         PAGE.write_text(renewed(PAGE.read_text(), page(raws)))
-        if raws:
-            PICTURE.write_text(picture(raws))
+        for path, (drawn, _) in PICTURES.items() if raws else ():
+            path.write_text(drawn(raws))
     else:
         print(tables(raws), end="")
 

@@ -394,8 +394,8 @@ def test_page_has_the_tables_of_the_raw_files_beside_it() -> None:
     """To renew them: python -m bench.storm.table --write"""
     text, raws = table.PAGE.read_text(), raw.read_all(raw.FOLDER)
     assert table.renewed(text, table.page(raws)) == text
-    if raws:
-        assert table.PICTURE.read_text() == picture.picture(raws)
+    for path, (drawn, _) in table.PICTURES.items() if raws else ():
+        assert path.read_text() == drawn(raws)
 
 
 def test_picture_has_a_line_for_each_ranked_contender_which_is_level_in_an_outage() -> None:
@@ -409,6 +409,23 @@ def test_picture_has_a_line_for_each_ranked_contender_which_is_level_in_an_outag
     assert level == pytest.approx([x_at(30), x_at(81)], abs=0.1)
     assert points[-1] == pytest.approx((x_at(100), y_at(50)), abs=0.1)
     assert [text.text for text in drawn.findall("{*}text")][-1] == "a<b"
+
+
+def test_forecast_has_a_line_for_each_contender_that_several_storms_are_known_of() -> None:
+    """20 s without a useful step, of which none was trained again: 1 - 20 s / M."""
+    storms = [
+        storm_of(
+            steps(0, 0, 30), steps(30, 50, 50), contender=name, seed=seed, strikes=[struck(30)]
+        )
+        for name, seed in (("once", 1), ("twice", 1), ("twice", 2))
+    ]
+    drawn = ElementTree.fromstring(picture.forecast(storms))
+    [line] = drawn.findall("{*}polyline")
+    points = [tuple(map(float, p.split(","))) for p in line.attrib["points"].split()]
+    fit = model.fit(storms[1:], without_queue=True)
+    assert points[0] == pytest.approx((44, 260 - 248 * (fit.ettr(60) - 0.5) / 0.5), abs=0.1)
+    assert points[-1] == pytest.approx((560, 260 - 248 * (fit.ettr(6 * 3600) - 0.5) / 0.5), abs=0.1)
+    assert [text.text for text in drawn.findall("{*}text")][-1] == "twice"
 
 
 def test_tables_leave_out_what_cannot_be_counted_of_a_contender_that_loses_samples() -> None:
