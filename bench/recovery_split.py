@@ -118,9 +118,10 @@ def _marks(
 
 
 def _begin_of_save(around: Sequence[Event]) -> float | None:
-    """When the ranks of a stop began to save; None where they ended otherwise."""
+    """When the ranks of a stop began to save; None where they ended otherwise. It is the last save of the
+    old launch: the signal of a time limit can come half a minute after the limit."""
     ends = (events.Requeue, events.Preempted, events.Stop)
-    save = next((event for event in around if isinstance(event, events.Save)), None)
-    if save is None or not any(isinstance(event, ends) for event in around):
+    save = events.last(around, events.Save)
+    if not isinstance(save, events.Save) or not any(isinstance(event, ends) for event in around):
         return None
     return save.time - save.seconds

@@ -78,6 +78,21 @@ def test_requeue_is_split_into_the_save_slurms_delay_and_the_rules_of_the_job() 
     assert (found.total, found.of_forge) == pytest.approx((30.25, 13.25))
 
 
+def test_save_as_usual_between_a_time_limit_and_its_signal_is_not_that_of_the_stop() -> None:
+    log: list[Event] = [
+        launch(50, "a", 0),
+        events.Save(time=102, seconds=0.5, stall=0.1, bytes=1, step=9),
+        events.Save(time=109, seconds=0.5, stall=0.1, bytes=1, step=20),
+        events.Requeue(time=109.5, job="1", cause="SIGUSR1", step=20),
+        launch(126.5, "b", 20),
+        init(130, "b", 20),
+    ]
+    lines = BEFORE + trained("a", (20, 108)) + trained("b", (21, 130.25))
+    found = split(Seen(FAULT, ended=110, job_start=119), log, lines)
+    assert found
+    assert (found.seconds["detection"], found.seconds["end of ranks"]) == (8.5, 1.5)
+
+
 def test_launch_in_vain_belongs_to_the_launch_that_took_a_step() -> None:
     log: list[Event] = [
         launch(50, "a", 0),
