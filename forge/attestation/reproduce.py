@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import signal
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +33,7 @@ from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.provenance import code
 from forge.core.records import Exported, Reproduced
+from forge.core.scratch import scratch_directory
 from forge.core.terminal import say, show
 
 
@@ -69,10 +69,10 @@ def trained_again(request: ReproduceOptions) -> Draw:
         statement = verify.read_bytes(request.folder / verify.STATEMENT)
         with (
             stopped_by_sigterm(),
-            tempfile.TemporaryDirectory(prefix="forge-reproduce-") as scratch,
+            scratch_directory("reproduce") as scratch,
         ):
             draw = Draw.of(request, statement, key)
-            _train_again(draw, Path(scratch))
+            _train_again(draw, scratch)
             _certify(draw)
     except VerificationError as err:
         raise DataError(f"{request.named}: {err}") from None

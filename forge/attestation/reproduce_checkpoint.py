@@ -6,7 +6,6 @@ The run may be training: its lock is not needed. Certificate, statement and resu
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -26,6 +25,7 @@ from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.process import hostname
 from forge.core.records import Certified
+from forge.core.scratch import scratch_directory
 from forge.reporting.history import read_history
 from forge.run.forge_trainer import ForgeRun
 
@@ -59,11 +59,11 @@ def reproduce_checkpoint(request: ReproduceOptions, run: RunPaths) -> None:
     with (
         lock(run.certificates, "reproduce", name=f".{folder.name}.lock"),
         stopped_by_sigterm(),
-        tempfile.TemporaryDirectory(prefix="forge-export-") as scratch,
+        scratch_directory("export") as scratch,
         _recorded(run, step),
     ):
         saved = ForgeRun(RunPaths(folder), None, {"data": str(request.data)})
-        export = saved.export(Path(scratch) / folder.name, "fp32")
+        export = saved.export(scratch / folder.name, "fp32")
         write_statement(export, saved)
         draw = trained_again(replace(request, folder=export))
         _record(draw, run)

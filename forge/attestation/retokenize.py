@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from forge.core.errors import DataError, ForgeError
 from forge.core.files import digest_file, disk_trouble, plain_name
 from forge.core.paths import MANIFEST, TOKENIZER, tokenizer_folder, tokens_folder
 from forge.core.provenance import versions
+from forge.core.scratch import scratch_directory
 from forge.core.terminal import progress
 from forge.data import content_ids, corpus
 from forge.data.corpus import STDLIB, InputFile
@@ -48,13 +48,13 @@ def verify_texts(texts: str, links: Links, export: Path, keep: Path | None = Non
         raise VerificationError("the statement does not list the text files: they were gone before")
     _check_sources({*stated}, links)
     found = _found(texts, [file for files in stated.values() for file in files])
-    with tempfile.TemporaryDirectory(prefix="forge-verify-") as place:
+    with scratch_directory("verify") as place:
         inputs = {
             # By number: the names are those of the statement.
-            name: _links_to(Path(place) / "texts" / str(number), files, found)
+            name: _links_to(place / "texts" / str(number), files, found)
             for number, (name, files) in enumerate(stated.items())
         }
-        config = _config(Path(place), inputs, links, tokenizer, export)
+        config = _config(place, inputs, links, tokenizer, export)
         made = _made_again(config)
         _compare(made, tokenizer, tokens, links)
         if keep:

@@ -7,7 +7,6 @@ position in the data are right shows only in the losses of the following steps.
 from __future__ import annotations
 
 import math
-import tempfile
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from forge.core.machine import Machine
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.provenance import cpu_name, versions
 from forge.core.records import Check
+from forge.core.scratch import scratch_directory
 from forge.core.terminal import duration
 from forge.core.train_settings import ranks_per_copy
 from forge.launch.launcher import run_ranks
@@ -88,11 +88,11 @@ def run_here(
     config: where the data are. overrides: of the config in the checkpoint, which the ranks get.
     """
     machine = _machine(num_ranks, device)
-    with tempfile.TemporaryDirectory(prefix="forge-reload-") as scratch:
+    with scratch_directory("reload") as scratch:
         # A run's directory in scratch: that of the checkpoint may be read-only, or not of a run.
         config_of_ranks = checkpoint.config(
             {
-                **{"run": "reload", "results": scratch, "data": config.data, "parent": None},
+                **{"run": "reload", "results": str(scratch), "data": config.data, "parent": None},
                 # It may begin with the parent's step; the manifest has the mix with that of the parent.
                 "train.mix": None,
                 **(overrides or {}),

@@ -1,0 +1,88 @@
+"""What a killed command left in TMPDIR goes with the next one; what somebody uses stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from forge.core.files import read_json, write_json
+from forge.core.scratch import OWNER, scratch_directory
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@contextmanager
+def in_a_child() -> Iterator[int]:
+    """A process that has entered such a directory, and written a file into it; its pid."""
+    ready, tell = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with scratch_directory("reproduce") as files:
+            (files / "weights").write_bytes(b"1")
+            os.write(tell, b"1")
+            signal.pause()
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        yield pid
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(ready)
+        os.close(tell)
+
+
+def test_directory_is_empty_and_goes_with_the_command(temporary):
+    with scratch_directory("reproduce") as files:
+        assert list(files.iterdir()) == []
+        assert {path.name for path in files.parent.iterdir()} == {OWNER, "files"}
+    assert list(temporary.iterdir()) == []
+
+
+def test_directory_of_a_killed_command_goes_with_the_next_one_of_its_kind(temporary):
+    with in_a_child():
+        pass
+    [left] = temporary.iterdir()
+    with scratch_directory("export"):
+        assert left.exists()
+    with scratch_directory("reproduce"):
+        assert not left.exists()
+
+
+def test_directory_of_a_living_command_stays(temporary):
+    with in_a_child(), scratch_directory("reproduce") as files:
+        [other] = [path for path in temporary.iterdir() if path != files.parent]
+        assert (other / "files/weights").exists()
+
+
+@pytest.mark.parametrize("change", [{"host": "another"}, {"pid": "x"}, None])
+def test_directory_of_nobody_knows_whom_stays(temporary, change):
+    with in_a_child():
+        pass
+    [left] = temporary.iterdir()
+    if change is None:
+        (left / OWNER).unlink()
+    else:
+        write_json(left / OWNER, {**read_json(left / OWNER), **change})
+    with scratch_directory("reproduce"):
+        assert left.exists()
+
+
+def test_link_is_not_followed(temporary, tmp_path_factory):
+    with in_a_child():
+        pass
+    [left] = temporary.iterdir()
+    elsewhere = left.rename(tmp_path_factory.mktemp("elsewhere") / "kept")
+    left.symlink_to(elsewhere)
+    with scratch_directory("reproduce"):
+        assert elsewhere.exists() and left.is_symlink()
