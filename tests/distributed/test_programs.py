@@ -456,7 +456,7 @@ def test_plain_ddp_script_goes_on_bitwise_from_its_checkpoints(program, tmp_path
     """In the middle of an epoch of 64 batches, too."""
     monkeypatch.chdir(tmp_path)
     run = program(
-        command=["python", "train.py", "--steps", "{goal}", "--save-every", "40"],
+        command=[sys.executable, "train.py", "--steps", "{goal}", "--save-every", "40"],
         source=str(LAB),
         goal=120,
         checkpoints={"pattern": "checkpoint-{step}.pt"},
