@@ -3,6 +3,7 @@ they ended, with the statement of the export as its subject. docs/statement.md e
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -46,17 +47,34 @@ class TrainedAgain(RecordPart):
         return self.outcome == "unchecked"
 
     @classmethod
-    def unchecked(cls, interval: Interval[Any], why: str) -> TrainedAgain:
+    def of(
+        cls,
+        interval: Interval[Any],
+        outcome: Outcome,
+        why: list[str],
+        *,
+        weights: float | None = None,
+        loss: float | None = None,
+    ) -> TrainedAgain:
+        """weights, loss: as the fields, inf where they cannot be compared."""
         return cls(
             first=interval.first,
             last=interval.last,
             began_with=interval.begin.digest if interval.begin else None,
             stated=interval.end.digest if interval.end else None,
-            outcome="unchecked",
-            weights=None,
-            loss=None,
-            why=[why],
+            outcome=outcome,
+            weights=_finite(weights),
+            loss=_finite(loss),
+            why=why,
         )
+
+    @classmethod
+    def unchecked(cls, interval: Interval[Any], why: str) -> TrainedAgain:
+        return cls.of(interval, "unchecked", [why])
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 class MadeBy(RecordPart):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from forge.attestation.certificate import TrainedAgain
+from forge.attestation.certificate import Outcome, TrainedAgain
 from forge.attestation.intervals import Interval
 from forge.attestation.sealed_difference import SealedDifference, sealed_difference
 from forge.attestation.state_difference import StateDifference, state_difference
@@ -34,20 +34,10 @@ def judged(
         is_same = weights_digest == links["export"].get("weights")
         apart = StateDifference(is_same, 0.0 if is_same else math.inf, 0.0 if is_same else math.inf)
     within = apart.weights <= TOLERANCE["weights"] and apart.loss <= TOLERANCE["loss"]
-    return TrainedAgain(
-        first=interval.first,
-        last=interval.last,
-        began_with=interval.begin.digest if interval.begin else None,
-        stated=end.digest if end else None,
-        outcome="bitwise"
-        if apart.is_bitwise
-        else "within tolerance"
-        if why and within
-        else "other",
-        weights=apart.weights if math.isfinite(apart.weights) else None,
-        loss=apart.loss if math.isfinite(apart.loss) else None,
-        why=why,
-    )
+    outcome: Outcome = "within tolerance" if why and within else "other"
+    if apart.is_bitwise:
+        outcome = "bitwise"
+    return TrainedAgain.of(interval, outcome, why, weights=apart.weights, loss=apart.loss)
 
 
 def judged_program(
@@ -75,20 +65,10 @@ def judged_program(
     if apart.weights:
         why.append("with which CPU, GPU and packages the program ran is not recorded")
     weights = apart.weights or 0.0
-    return TrainedAgain(
-        first=interval.first,
-        last=interval.last,
-        began_with=interval.begin.digest if interval.begin else None,
-        stated=end.digest if end else None,
-        outcome="bitwise"
-        if not weights
-        else "within tolerance"
-        if weights <= TOLERANCE["weights"]
-        else "other",
-        weights=weights if math.isfinite(weights) else None,
-        loss=None,
-        why=why,
-    )
+    outcome: Outcome = "within tolerance" if weights <= TOLERANCE["weights"] else "other"
+    if not weights:
+        outcome = "bitwise"
+    return TrainedAgain.of(interval, outcome, why, weights=weights)
 
 
 def _listed(names: list[str]) -> str:
