@@ -467,3 +467,38 @@ def test_plain_ddp_script_goes_on_bitwise_from_its_checkpoints(program, tmp_path
     done = reproduced(run)
     assert done.code == 0, done.text
     assert [one["outcome"] for one in certificate()["intervals"]] == ["bitwise"] * 3
+
+
+def test_program_whose_input_files_are_others_is_not_run(program, tmp_path, monkeypatch):
+    """First without their list, then with one of another content."""
+    monkeypatch.chdir(tmp_path)
+    text = tmp_path / "in.txt"
+    text.write_text("text")
+    run = program(inputs=[str(text)])
+    assert run.forge("inputs").code == 0
+    assert run.forge("train", *TWO_RANKS).code == 0
+    assert forge("export", str(run.folder), f"--config={run.config}", "--to=model").code == 0
+    shutil.rmtree("data/inputs")
+    done = reproduced(run)
+    assert done.code == Exit.CONFIG, done.text
+    assert "has no list of the program's input files" in done.text
+    text.write_text("tuxt")
+    assert run.forge("inputs").code == 0
+    done = reproduced(run)
+    assert done.code == Exit.DATA, done.text
+    assert "its program read input files of digest" in done.text
+    assert not Path("model.certificate.json").exists()
+
+
+def test_step_that_another_command_has_saved_is_unchecked(exported):
+    """Its seal says another command, as where the config was changed between two launches."""
+    run, _ = exported
+    saved = ProgramCheckpoints(run.paths, Checkpoints(complete=MARKS))
+    at_10 = run.paths.checkpoints / "checkpoint-10"
+    seal = Seal.read(saved.seal_of(at_10))
+    lineage = seal.lineage.model_copy(update={"command": ["python", "other.py"]})
+    seal.model_copy(update={"lineage": lineage}).write(saved.seal_of(at_10))
+    done = reproduced(run, "--intervals=4")
+    assert done.code == Exit.DATA, done.text
+    [one] = [one for one in certificate()["intervals"] if one["outcome"] == "unchecked"]
+    assert (one["last"], "was saved by another command" in one["why"][0]) == (10, True)
