@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 
 from forge.attestation.intervals import Interval
 from forge.attestation.judgement import judged_program
+from forge.attestation.recipe_of_program import ProgramRecipe
 from forge.attestation.sealed_difference import SealedDifference, sealed_difference
 from forge.checkpoint.manifest import Code
 from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint, SealLineage
@@ -116,3 +118,22 @@ def test_whole_run_without_its_last_checkpoint_is_judged_by_the_stated_digest(tm
     links["export"]["checkpoint"] = "0"
     with pytest.raises(DataError, match="step 8 is not here"):
         judged_program(Interval(0, 8, None, None), made, links)
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        (lambda export: None, True),
+        (lambda export: (export / "model.safetensors").write_bytes(b"other"), False),
+        (lambda export: (export / "more.safetensors").write_bytes(b"of nowhere"), False),
+        (lambda export: (export / "model.safetensors").unlink(), False),
+    ],
+)
+def test_export_has_the_files_of_its_checkpoint_and_no_others(tmp_path, change, is_same):
+    checkpoint = sealed(tmp_path / "run", model=NUMBERS)
+    export = tmp_path / "export"
+    shutil.copytree(checkpoint.folder, export)
+    (export / "forge.json").write_text("{}")
+    change(export)
+    recipe: Any = ProgramRecipe({}, None, tmp_path)  # type: ignore[arg-type]
+    assert recipe.exports_same(export, checkpoint, None) == is_same
