@@ -29,6 +29,7 @@ reproduce: train
 	$(BIN)/forge export base --to build/base
 	$(BIN)/forge reproduce build/base --checkpoints results/base
 
+# A test that ends its worker ends the run: on a new worker its file would start again, up to twelve times.
 # More processes than the two cores of CI: tests on Slurm wait more than they compute. Files in the
 # order of tests/conftest.py, which mixes both. Checks of a GPU run where they can on a CPU, at a small size.
 test: export FORGE_GPU_CHECKS := cpu
@@ -37,7 +38,7 @@ test: export PYTHONDONTWRITEBYTECODE :=
 # Each of thousands of processes imports NumPy, whose BLAS would start threads that spin for 0.05 s.
 test: export OPENBLAS_NUM_THREADS := 1
 test: .venv/with-dev
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Every fault at every point, and random ones, whose seed is printed; renews the tables of docs/faults.md.
 faults: export FORGE_FAULTS := all

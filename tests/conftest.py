@@ -1,10 +1,14 @@
 """What holds for every test: it leaves its process as it found it, for the tests that come after it."""
 
 import os
+import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+
+from forge.core.process import stop_with_parent
 
 # The folders with the longest files first: at the end short files keep all processes busy.
 ORDER = ("workflow", "distributed", "faults", "gpu", "unit")
@@ -22,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     place = {path: float(number) for number, path in enumerate(others)}
     place |= {path: number * before / len(waiting) for number, path in enumerate(waiting)}
     items.sort(key=lambda item: place[item.path])
+
+
+def pytest_sessionstart() -> None:
+    """What this process forks ends with it: a child holds its pipes, and xdist would wait for ever for a
+    worker that a time limit has ended, because the pipes never close."""
+    os.register_at_fork(after_in_child=partial(stop_with_parent, signal.SIGKILL))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -56,12 +56,12 @@ def _append_many(path, writer):
 
 def test_lines_of_several_writers_never_mix(tmp_path):
     events = tmp_path / "events.jsonl"
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=_append_many, args=(events, n)) for n in range(3)]
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join()
+        writer.join(60)
     lines = [json.loads(line) for line in events.read_text().splitlines() if line]
     for writer in range(3):
         assert [n["number"] for n in lines if n["writer"] == writer] == list(range(100))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,25 +22,31 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+CHILD = """
+import sys
+from forge.core.scratch import scratch_directory
+with scratch_directory("reproduce") as files:
+    (files / "weights").write_bytes(b"1")
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
 @contextmanager
-def in_a_child() -> Iterator[int]:
-    """A process that has entered such a directory, and written a file into it; its pid."""
-    ready, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        with scratch_directory("reproduce") as files:
-            (files / "weights").write_bytes(b"1")
-            os.write(tell, b"1")
-            signal.pause()
-        os._exit(0)
-    try:
-        os.read(ready, 1)
-        yield pid
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(ready)
-        os.close(tell)
+def in_a_child(temporary: Path) -> Iterator[None]:
+    """A process that has entered such a directory, and written a file into it. Killed afterwards."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        try:
+            assert child.stdout and child.stdout.readline() == "ready\n"
+            yield
+        finally:
+            child.kill()
 
 
 def test_directory_is_empty_and_goes_with_the_command(temporary):
@@ -50,7 +57,7 @@ def test_directory_is_empty_and_goes_with_the_command(temporary):
 
 
 def test_directory_of_a_killed_command_goes_with_the_next_one_of_its_kind(temporary):
-    with in_a_child():
+    with in_a_child(temporary):
         pass
     [left] = temporary.iterdir()
     with scratch_directory("export"):
@@ -60,14 +67,14 @@ def test_directory_of_a_killed_command_goes_with_the_next_one_of_its_kind(tempor
 
 
 def test_directory_of_a_living_command_stays(temporary):
-    with in_a_child(), scratch_directory("reproduce") as files:
+    with in_a_child(temporary), scratch_directory("reproduce") as files:
         [other] = [path for path in temporary.iterdir() if path != files.parent]
         assert (other / "files/weights").exists()
 
 
 @pytest.mark.parametrize("change", [{"host": "another"}, {"pid": "x"}, None])
 def test_directory_of_nobody_knows_whom_stays(temporary, change):
-    with in_a_child():
+    with in_a_child(temporary):
         pass
     [left] = temporary.iterdir()
     if change is None:
@@ -79,7 +86,7 @@ def test_directory_of_nobody_knows_whom_stays(temporary, change):
 
 
 def test_link_is_not_followed(temporary, tmp_path_factory):
-    with in_a_child():
+    with in_a_child(temporary):
         pass
     [left] = temporary.iterdir()
     elsewhere = left.rename(tmp_path_factory.mktemp("elsewhere") / "kept")
