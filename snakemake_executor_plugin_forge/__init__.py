@@ -64,18 +64,18 @@ class Executor(SlurmExecutor):
         self._watch.submit(job)
 
     def get_job_exec_prefix(self, job: Any) -> str:
-        from forge.cluster.jobs import is_allocation
+        from forge.cluster.jobs import runs_in_batch_step
         from forge.cluster.slurm import RULES_IN_BATCH_STEP
 
-        return f"export {RULES_IN_BATCH_STEP}=1" if is_allocation(job.rules) else ""
+        once = runs_in_batch_step(job.rules, self.array_jobs)
+        return f"export {RULES_IN_BATCH_STEP}=1" if once else ""
 
     def format_job_exec(self, job: Any) -> str:
-        """The command of a job. The Snakemake of an allocation runs its rules, which start Slurm's steps
-        themselves; `slurm-jobstep` would start a second Snakemake for them."""
-        from forge.cluster.jobs import is_allocation
+        """The command of a job: without `slurm-jobstep`, which would start a second Snakemake in it."""
+        from forge.cluster.jobs import runs_in_batch_step
 
         line: str = super().format_job_exec(job)
-        if not is_allocation(job.rules):
+        if not runs_in_batch_step(job.rules, self.array_jobs):
             return line
         return line.replace(f" {self.additional_general_args()} ", " ")
 

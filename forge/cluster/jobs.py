@@ -15,6 +15,13 @@ from forge.core.errors import UnfitError
 ALLOCATION = "allocation"  # what the groups of rules in a run's job are called
 TRAIN_RULE = "train_run"
 ALLOCATION_RULES = ("stage_run", "preflight_run", TRAIN_RULE)
+NODE_RULES = (
+    "tokenize",
+    "validate_run",
+    "evaluate_run",
+    "export_run",
+    "reproduce_run",
+)  # one task each
 FORMAT = "%i|%T|%r|%N|%B|%V|%S|%k|%Z"  # man squeue
 
 
@@ -22,6 +29,16 @@ def is_allocation(rules: Iterable[str]) -> bool:
     """Whether a job of these rules is that of a run: its allocation, in which rules start ranks."""
     names = set(rules)
     return TRAIN_RULE in names or (bool(names) and names <= set(ALLOCATION_RULES))
+
+
+def runs_in_batch_step(rules: Iterable[str], in_arrays: Collection[str]) -> bool:
+    """Whether the Snakemake of a job's batch script runs these rules itself. Rules of a user need the
+    second one that `slurm-jobstep` starts, for a part of what the job has, and start 2 s later; the tasks
+    of an array need it, too. in_arrays: rules that are submitted as arrays, or "all"."""
+    names = set(rules)
+    if {"all", *names} & set(in_arrays):
+        return is_allocation(names)
+    return is_allocation(names) or (bool(names) and names <= set(NODE_RULES))
 
 
 @dataclass(frozen=True)

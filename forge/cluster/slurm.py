@@ -313,7 +313,7 @@ def settle_environment() -> None:
         os.environ["SLURM_CLUSTERS"] = cluster
 
 
-# Set for the Snakemake of an allocation, which runs its rules without Snakemake's `slurm-jobstep`.
+# Set for the Snakemake of a job that runs its rules without Snakemake's `slurm-jobstep`.
 RULES_IN_BATCH_STEP = "FORGE_RULES_IN_BATCH_STEP"
 # What stays in its environment, as with `slurm-jobstep` 0.6.1 (`keep_slurm`), which also leaves variables
 # of arrays and of the submission. Not SLURM_TMPDIR: where data is staged stays what it was.
@@ -321,7 +321,7 @@ KEPT_IN_RULES = ("SLURM_JOB_ID", "SLURM_JOBID", "SLURM_CONF", "SLURM_CLUSTER_NAM
 
 
 def settle_in_batch_step() -> None:
-    """In an allocation, take what describes the batch step from the environment of the rules: Slurm's
+    """In a job of Forge's rules, take what describes the batch step from their environment: Slurm's
     commands would read it as options, such as its memory and its number of tasks."""
     if not os.environ.pop(RULES_IN_BATCH_STEP, ""):
         return

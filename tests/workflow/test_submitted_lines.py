@@ -128,19 +128,29 @@ def test_slurm_cpu_asks_for_tasks(submitted):
     ]
 
 
-def test_job_of_a_run_starts_snakemake_once(submitted, shared_project):
-    """Not again in a job step of Snakemake, which takes seconds of each start. The rule of another job
-    needs that step, which takes its share of the node."""
-    submitted("slurm-cpu")
-    assert "export FORGE_RULES_IN_BATCH_STEP=1 &&" in submitted.wrap
-    assert submitted.wrap.count("-m snakemake") == 1
-    assert "jobstep" not in submitted.wrap and "--mode 'remote'" in submitted.wrap
-    submitted("slurm-cpu", "train", "--forcerun", "tokenize", "--until", "tokenize")
+@pytest.mark.parametrize("target", [(), ("train", "--forcerun", "tokenize", "--until", "tokenize")])
+def test_jobs_of_forge_start_snakemake_once(submitted, shared_project, target):
+    """Not again in a job step of Snakemake, which takes seconds of each start."""
+    submitted("slurm-cpu", *target)
     wrap = submitted.wrap
-    code, output = shared_project.snakemake("--until", "tokenize")  # whose output is gone
-    assert code == 0, output
-    assert "--executor slurm-jobstep --jobs 1" in wrap
-    assert "FORGE_RULES_IN_BATCH_STEP" not in wrap
+    if target:
+        code, output = shared_project.snakemake("--until", "tokenize")  # whose output is gone
+        assert code == 0, output
+    assert "export FORGE_RULES_IN_BATCH_STEP=1 &&" in wrap
+    assert wrap.count("-m snakemake") == 1
+    assert "jobstep" not in wrap and "--mode 'remote'" in wrap
+
+
+def test_job_of_a_users_rule_has_the_job_step_of_snakemake(submitted, shared_project):
+    """It takes the rule's share of the job."""
+    snakefile = shared_project.root / "workflow/Snakefile"
+    kept = snakefile.read_text()
+    rule = 'rule own:\n    output:\n        "own.txt",\n    shell:\n        "touch {output}"\n'
+    snakefile.write_text(f"{kept}\n\n{rule}")
+    submitted("slurm-cpu", "own.txt")
+    snakefile.write_text(kept)
+    assert "--executor slurm-jobstep --jobs 1" in submitted.wrap
+    assert "FORGE_RULES_IN_BATCH_STEP" not in submitted.wrap
 
 
 def test_columns_of_the_sample_sheet_are_the_nodes_and_tasks_of_the_run(submitted, shared_project):

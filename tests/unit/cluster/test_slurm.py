@@ -168,6 +168,22 @@ def test_job_of_a_run_is_known_by_its_rules(rules, expected):
 
 
 @pytest.mark.parametrize(
+    ("rules", "arrays", "expected"),
+    [
+        (["stage_run", "preflight_run", "train_run"], set(), True),
+        (["tokenize"], set(), True),
+        (["validate_run"], {"tokenize"}, True),
+        (["validate_run"], {"validate_run"}, False),
+        (["validate_run"], {"all"}, False),
+        (["of_the_user"], set(), False),
+        (["tokenize", "of_the_user"], set(), False),
+    ],
+)
+def test_jobs_of_forge_outside_of_arrays_start_snakemake_once(rules, arrays, expected):
+    assert jobs.runs_in_batch_step(rules, arrays) is expected
+
+
+@pytest.mark.parametrize(
     ("after", "refusal"),
     [
         ("JobState=PENDING Restarts=0", ""),
