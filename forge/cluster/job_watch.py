@@ -31,6 +31,8 @@ from forge.core.process import user_name
 
 PLUGIN_VERSION = "2.8.0"  # the tested version of the executor plugin
 POLL_SEC = 5.0  # the end of a job is reported within 10 s: this pause, squeue, and sacct
+# A job that has written its outputs ends soon: Slurm is asked after a second then, so often at most.
+QUICK_CHECKS = 3
 TELL_AGAIN_SEC = 600.0
 # Longer than a night or a day of maintenance, but finite.
 SILENCE_SEC = 48 * 3600.0
@@ -88,6 +90,7 @@ class JobWatch:
         self._asked: list[Any] = []  # jobs of the current check that have not ended
         self._messages: dict[str, tuple[str, float]] = {}  # subject of a message -> its state, time
         self._unlisted: dict[str, float] = {}  # job id -> time since which it is not listed
+        self._quick: dict[str, int] = {}  # job id -> quick checks since its outputs are there
         self._passing: set[str] = set()
         self._anew: set[str] = set()  # jobs that were requeued after a short time limit
         self._started: set[str] = set()  # jobs seen running, whose request Slurm then changes
@@ -177,10 +180,24 @@ class JobWatch:
             )
 
     async def sleep(self) -> None:
-        """Pause between two checks; ends at once when the executor shuts down."""
-        end = time.monotonic() + POLL_SEC
-        while self._executor.wait and time.monotonic() < end:
+        """Pause between two checks, shorter where a job has written its outputs; ends at once when the
+        executor shuts down."""
+        begun = looked = time.monotonic()
+        while self._executor.wait and (now := time.monotonic()) < begun + POLL_SEC:
+            if now >= looked + 1:
+                looked = now
+                if any(self._is_about_to_end(info) for info in self._asked):
+                    return
             await asyncio.sleep(0.1)
+
+    def _is_about_to_end(self, info: Any) -> bool:
+        """Whether its outputs are there. A rule of a user may have written them long
+        before its end: true for QUICK_CHECKS times."""
+        quick = self._quick.get(info.external_jobid, 0)
+        if quick == QUICK_CHECKS or not self._left_outputs(info.job):
+            return False
+        self._quick[info.external_jobid] = quick + 1
+        return True
 
     async def check(self, active: Sequence[Any]) -> AsyncIterator[Any]:
         """Report the jobs that have ended, and yield the others. While Slurm does not respond, all jobs
@@ -424,10 +441,10 @@ def _stamps(job: Any) -> list[object]:
     signs: list[object] = []
     for path in map(Path, job.output):
         try:
-            stat = path.stat()
-            signs.append((stat.st_mtime_ns, stat.st_ino, stat.st_size))
+            stat = path.stat() if _is_there(path) else None
         except OSError:
-            signs.append(None)
+            stat = None
+        signs.append(stat and (stat.st_mtime_ns, stat.st_ino, stat.st_size))
     return signs
 
 

@@ -37,8 +37,8 @@ def test_plugin_is_the_one_that_the_watch_was_tested_with():
         f"the plugin is {found}, Forge's executor was tested with {job_watch.PLUGIN_VERSION}. Read in the"
         " plugin what snakemake_executor_plugin_forge overrides (check_active_jobs, sleep, run_job,"
         " cancel_jobs, _report_job_error_threadsafe, get_job_exec_prefix, format_job_exec) and what"
-        " job_watch reads (run_uuid, wait, aux['slurm_logfile']), run tests/slurm/test_job_watch.py"
-        " and test_workflow.py, then change"
+        " is read of it (run_uuid, wait, array_jobs, aux['slurm_logfile']), run"
+        " tests/slurm/test_job_watch.py and test_workflow.py, then change"
         " PLUGIN_VERSION and pyproject.toml."
     )
 
@@ -437,6 +437,23 @@ def test_pause_is_short_even_and_over_at_once_at_the_end(watch):
     began = time.monotonic()
     asyncio.run(watch.sleep())
     assert time.monotonic() - began < job_watch.POLL_SEC / 2
+
+
+def test_slurm_is_asked_soon_but_not_for_ever_about_a_job_that_has_written_its_outputs(
+    command, watch, info, monkeypatch
+):
+    lists(command, "RUNNING")
+    assert check(watch, info) == [info]
+    Path(info.job.output[0]).write_text("{}")
+    began = time.monotonic()
+    for _ in range(job_watch.QUICK_CHECKS):
+        asyncio.run(watch.sleep())
+        assert check(watch, info) == [info]
+    assert time.monotonic() - began < job_watch.QUICK_CHECKS * job_watch.POLL_SEC / 2
+    monkeypatch.setattr(job_watch, "POLL_SEC", 1.5)
+    began = time.monotonic()
+    asyncio.run(watch.sleep())
+    assert time.monotonic() - began >= 1.5
 
 
 @pytest.fixture
