@@ -437,14 +437,16 @@ def test_program_that_saves_other_files_is_no_proof_of_anything(exported):
 
 
 def test_step_at_which_a_program_was_stopped_ends_no_interval(program, tmp_path, monkeypatch):
+    """One rank: of several, each stops where the signal finds it, at different steps."""
     monkeypatch.chdir(tmp_path)
     run = program("--save-every", 20, "--sleep", 0.1, goal=60)
-    started = run.start("train", *TWO_RANKS)
+    started = run.start("train")
     wait_until(run.paths.latest.is_symlink, "a sealed checkpoint")
     started.process.send_signal(signal.SIGTERM)
     assert started.end().code == Exit.STOPPED
     stopped_at = latest_step(run)
-    assert run.forge("train", *TWO_RANKS).code == 0
+    assert 20 < stopped_at < 60 and stopped_at % 20
+    assert run.forge("train").code == 0
     assert forge("export", str(run.folder), f"--config={run.config}", "--to=model").code == 0
     done = reproduced(run, "--intervals=9")
     assert done.code == 0, done.text
