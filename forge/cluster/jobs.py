@@ -15,13 +15,8 @@ from forge.core.errors import UnfitError
 ALLOCATION = "allocation"  # what the groups of rules in a run's job are called
 TRAIN_RULE = "train_run"
 ALLOCATION_RULES = ("stage_run", "preflight_run", TRAIN_RULE)
-NODE_RULES = (
-    "tokenize",
-    "validate_run",
-    "evaluate_run",
-    "export_run",
-    "reproduce_run",
-)  # one task each
+# Those that take one task.
+NODE_RULES = ("tokenize", "validate_run", "evaluate_run", "export_run", "reproduce_run")
 FORMAT = "%i|%T|%r|%N|%B|%V|%S|%k|%Z"  # man squeue
 
 
