@@ -398,6 +398,18 @@ def test_page_has_the_tables_of_the_raw_files_beside_it() -> None:
         assert path.read_text() == drawn(raws)
 
 
+def test_page_has_the_figures_of_the_storm_that_forge_had_the_machine_to_itself_in() -> None:
+    [alone] = raw.read_all(raw.FOLDER / "alone")
+    beside = raw.Raw.read(raw.file_of(raw.FOLDER, alone.contender, alone.seed))
+    assert alone.trace == beside.trace
+    text = table.PAGE.read_text().partition("With the machine to itself")[2]
+    for one in (alone, beside):
+        kept, inside = (
+            score.ettr(score.cycles(one), without_queue=without) for without in (False, True)
+        )
+        assert f"{kept:.3f}" in text and f"{inside:.3f}" in text
+
+
 def test_picture_has_a_line_for_each_ranked_contender_which_is_level_in_an_outage() -> None:
     one = storm_of(steps(0, 0, 30), steps(30, 80, 20), contender="a<b")
     drawn = ElementTree.fromstring(picture.picture([one, storm_of(is_ranked=False)]))
