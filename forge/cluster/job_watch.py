@@ -191,8 +191,8 @@ class JobWatch:
             await asyncio.sleep(0.1)
 
     def _is_about_to_end(self, info: Any) -> bool:
-        """Whether its outputs are there. A rule of a user may have written them long
-        before its end: true for QUICK_CHECKS times."""
+        """Whether its outputs are there. A rule of a user may have written them long before its end: true
+        for QUICK_CHECKS times."""
         quick = self._quick.get(info.external_jobid, 0)
         if quick == QUICK_CHECKS or not self._left_outputs(info.job):
             return False
@@ -353,12 +353,20 @@ class JobWatch:
         return False
 
     def _left_outputs(self, job: Any) -> bool:
-        """Whether all outputs exist and have been written since the job was submitted."""
+        """Whether all outputs exist and have been written since the job was submitted. Those after the
+        first that was not are not looked at: a rule may have thousands."""
         before = self._before.get(id(job))
         if not before:  # no outputs, or submitted by an array, which does not pass run_job
             return False
-        pairs = zip(before, _stamps(job), strict=True)
-        return all(now is not None and now != then for then, now in pairs)
+        listed: set[Path] = set()
+        for path, then in zip(map(Path, job.output), before, strict=True):
+            if path.parent not in listed:
+                listed.add(path.parent)
+                with contextlib.suppress(OSError):
+                    any(path.parent.iterdir())  # refreshes the cache of a network file system
+            if (now := _stamp(path)) is None or now == then:
+                return False
+        return True
 
     def _has_ended(self, info: Any, state: str, nodes: str) -> bool:
         """Report a job in a final state; False for any other state."""
@@ -438,14 +446,15 @@ def _why_it_waits(job: Any, queued: QueuedJob) -> str:
 
 def _stamps(job: Any) -> list[object]:
     """Values that change with the outputs of a job; None for an output that does not exist."""
-    signs: list[object] = []
-    for path in map(Path, job.output):
-        try:
-            stat = path.stat() if _is_there(path) else None
-        except OSError:
-            stat = None
-        signs.append(stat and (stat.st_mtime_ns, stat.st_ino, stat.st_size))
-    return signs
+    return [_stamp(path) for path in map(Path, job.output)]
+
+
+def _stamp(path: Path) -> object:
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
 def _absent(job: Any) -> list[object]:

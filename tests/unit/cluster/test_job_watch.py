@@ -456,6 +456,24 @@ def test_slurm_is_asked_soon_but_not_for_ever_about_a_job_that_has_written_its_o
     assert time.monotonic() - began >= 1.5
 
 
+def test_of_many_outputs_each_folder_is_listed_once_and_none_is_looked_at_after_a_missing_one(
+    watch, tmp_path, monkeypatch
+):
+    outputs = [tmp_path / f"{number}.txt" for number in range(100)]
+    job = Job(*outputs)
+    watch.submit(job)
+    looked, stamp = [], job_watch._stamp
+    monkeypatch.setattr(job_watch, "_stamp", lambda path: looked.append(path) or stamp(path))
+    listed, iterdir = [], Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: listed.append(path) or iterdir(path))
+    assert not watch._left_outputs(job)
+    assert (looked, listed) == ([outputs[0]], [tmp_path])
+    for path in outputs:
+        path.write_text("")
+    assert watch._left_outputs(job)
+    assert listed == [tmp_path] * 2
+
+
 @pytest.fixture
 def refusing(monkeypatch):
     """refusing(words, …): an installed executor whose sbatch says these words, "" where it submits."""
