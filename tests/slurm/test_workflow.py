@@ -86,6 +86,17 @@ def test_module_beside_rules_of_the_user_trains_by_the_profile(
     assert {"plot", "all"} <= set(re.findall(r"^\S+ (\w+)\b.*: done", project.output(), re.M))
 
 
+def test_validations_of_an_array_are_each_of_its_own_run(new_project: NewProject) -> None:
+    project = new_project()
+    (project.folder / "config/runs.tsv").write_text("run\tnodes\none\t1\ntwo\t1\n")
+    command = project.start("train", "--forge-array-jobs=validate_run")
+    assert project.end(command) == 0, project.said()
+    assert "Submitted array job" in project.output()
+    records = [read_json(project.run(name).paths.validated) for name in ("one", "two")]
+    assert [record["status"] for record in records] == ["valid", "valid"]
+    assert len({record["checkpoint_digest"] for record in records}) == 2
+
+
 def test_cluster_that_slurm_does_not_know_is_refused_by_name_before_anything_is_submitted(
     new_project: NewProject,
 ) -> None:
