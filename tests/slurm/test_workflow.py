@@ -89,7 +89,8 @@ def test_module_beside_rules_of_the_user_trains_by_the_profile(
 def test_validations_of_an_array_are_each_of_its_own_run(new_project: NewProject) -> None:
     project = new_project()
     (project.folder / "config/runs.tsv").write_text("run\tnodes\none\t1\ntwo\t1\n")
-    command = project.start("train", "--forge-array-jobs=validate_run")
+    assert project.end(project.start("train", "--until", "train_run")) == 0, project.said()
+    command = project.start("train", "--forge-array-jobs=validate_run")  # both are due at once
     assert project.end(command) == 0, project.said()
     assert "Submitted array job" in project.output()
     records = [read_json(project.run(name).paths.validated) for name in ("one", "two")]
