@@ -201,6 +201,10 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 JobRequeue=1
 
+# As nearly every site has one. Without, a job that loses a node while no step runs on its others is
+# requeued 12 s later: these others answer together with the lost one, after MessageTimeout.
+Epilog=/bin/true
+
 # A node that went away is noticed within seconds, and comes back by itself.
 ReturnToService=2
 SlurmctldTimeout=10
