@@ -26,7 +26,7 @@ from bench.storm.strike import Storm
 from forge.core.errors import DataError, ForgeError
 from tools.slurm_cluster.cluster import REPOSITORY, base_folder, why_not
 from tools.slurm_cluster.machines import ClusterError
-from tools.slurm_cluster.settings import Settings, default_partitions
+from tools.slurm_cluster.settings import MAX_NODES, Settings, default_partitions
 from tools.slurm_cluster.temporary import temporary_cluster
 
 OF_FORGE = (ForgeProgram, ForgeTrainer)
@@ -74,7 +74,11 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--results", type=Path, help="folder of raw files (bench/storm/results; build/storm-quick)"
     )
-    made.add_argument(
+    size = made.add_mutually_exclusive_group()
+    size.add_argument(
+        "--nodes", type=_nodes, default=Layout.nodes, help=f"with a rank each ({Layout.nodes})"
+    )
+    size.add_argument(
         "--quick", action="store_true", help="two nodes and small checkpoints, to see that it runs"
     )
     return made
@@ -83,6 +87,13 @@ def parser() -> argparse.ArgumentParser:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of storms; 1 or more")
+    return int(text)
+
+
+def _nodes(text: str) -> int:
+    most = MAX_NODES - Layout.spare_nodes
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of nodes; 1 to {most}")
     return int(text)
 
 
@@ -104,7 +115,7 @@ def run(options: argparse.Namespace) -> None:
     if reason := why_not():
         print(f"skipped: {reason}")
         return
-    layout = QUICK if options.quick else Layout()
+    layout = QUICK if options.quick else Layout(nodes=options.nodes)
     results = options.results or (QUICK_RESULTS if options.quick else raw.FOLDER)
     if results.exists() and not results.is_dir():
         raise DataError(f"--results {results} is a file", fix="name a folder, which may be new")
@@ -122,7 +133,7 @@ def run(options: argparse.Namespace) -> None:
                 events = trace.Trace(source="no events", events=())
             path = raw.file_of(results, name, seed)
             if path.exists():
-                refuse_other(path, events, options.minutes)
+                refuse_other(path, events, options.minutes, layout.nodes)
                 print(f"{path} is there already", flush=True)
                 continue
             print(f"\n{name}, {events.source}: {len(events.events)} events", flush=True)
@@ -130,13 +141,13 @@ def run(options: argparse.Namespace) -> None:
     print(f"\n{table.tables(raw.read_all(results))}", end="")
 
 
-def refuse_other(path: Path, events: trace.Trace, minutes: float) -> None:
+def refuse_other(path: Path, events: trace.Trace, minutes: float, nodes: int) -> None:
     """Raises DataError for the raw file of another storm than the one that is asked for."""
     found = raw.Raw.read(path)
-    if found.trace != events or found.minutes != minutes:
+    if found.trace != events or (found.minutes, found.num_nodes) != (minutes, nodes):
         raise DataError(
-            f"{path} is of another storm: {found.minutes:g} minutes, {found.trace.source}; asked for are"
-            f" {minutes:g} minutes, {events.source}",
+            f"{path} is of another storm: {found.minutes:g} minutes, {found.num_nodes} nodes,"
+            f" {found.trace.source}; asked for are {minutes:g} minutes, {nodes} nodes, {events.source}",
             fix="ask for that one, or name another folder: --results FOLDER",
         )
 

@@ -22,17 +22,28 @@ PICTURES = {
     PAGE.with_name("storm-forecast.svg"): (forecast, "ETTR by the mean time between events"),
 }
 BEGIN, END = "<!-- measured -->\n", "<!-- /measured -->\n"
+# Subfolders of the raw files, whose storms have tables of their own, and what differs there.
+BESIDE = {
+    "bursts": "Events in bursts",
+    "alone": "Nothing else on the machine",
+    "core-each": "Two nodes, so that each rank has a core, and nothing else on the machine",
+}
 FORECAST_SEC = 300.0  # between two events, for which the model is asked
 NONE = "–"
 FORGE = "forge"  # whose ETTR is compared with that of the others
 
 
-def page(raws: Sequence[Raw]) -> str:
-    """What the page shows between its marks, as Markdown."""
+def page(folder: Path) -> str:
+    """What the page shows of the raw files in a folder and its subfolders, as Markdown."""
+    raws = raw.read_all(folder)
     if not raws:
         return tables(raws)
-    shown = [f"![{title}]({path.name})\n" for path, (_, title) in PICTURES.items()]
-    return "\n".join([*shown, tables(raws)])
+    parts = [f"![{title}]({path.name})\n" for path, (_, title) in PICTURES.items()]
+    parts.append(tables(raws))
+    for name, title in BESIDE.items():
+        if beside := raw.read_all(folder / name):
+            parts += [f"### {title}\n", tables(beside)]
+    return "\n".join(parts)
 
 
 def tables(raws: Sequence[Raw]) -> str:
@@ -62,7 +73,8 @@ def _conditions(raws: Sequence[Raw]) -> Iterator[str]:
     sources = sorted({one.trace.source for one in raws if one.trace.events})
     versions = sorted({f"{k} {v}" for one in raws for k, v in one.versions.items()})
     yield (
-        f"{len(raws)} storms of {first.minutes:g} minutes; {first.num_nodes} nodes, one rank each;"
+        f"{len(raws)} storm{'s' * (len(raws) > 1)} of {first.minutes:g} minutes;"
+        f" {first.num_nodes} nodes, one rank each;"
         f" a step lasts {first.step_sec:g} s, a checkpoint every {first.save_every_sec:g} s;"
         f" {first.cores} cores, load {min(loads, default=0):.1f} to {max(loads, default=0):.1f}."
     )
@@ -206,7 +218,7 @@ def main() -> None:
     options = parser.parse_args()
     raws = raw.read_all(options.results)
     if options.write:
-        PAGE.write_text(renewed(PAGE.read_text(), page(raws)))
+        PAGE.write_text(renewed(PAGE.read_text(), page(options.results)))
         for path, (drawn, _) in PICTURES.items() if raws else ():
             path.write_text(drawn(raws))
     else:

@@ -121,6 +121,7 @@ def test_printed_trace_can_be_read_again(
         (["--minutes", "-3"], "'-3' is not a number above 0"),
         (["--minutes", "nan"], "'nan' is not a number above 0"),
         (["--trace", "x", "--from-sacct", "y"], "not allowed with argument --trace"),
+        (["--nodes", "12"], "'12' is not a number of nodes; 1 to 11"),
         (["--contender", "nayve"], "invalid choice: 'nayve' (choose from 'none', 'naive'"),
     ],
 )
@@ -139,10 +140,14 @@ def test_raw_file_of_another_storm_is_not_taken_for_the_one_that_is_asked_for(
     path = raw.file_of(tmp_path, "one", 1)
     one = storm_of()
     one.write(path)
-    storm.refuse_other(path, one.trace, one.minutes)
-    for events, minutes in ((trace.drawn(1, 20, 120), one.minutes), (one.trace, 20)):
-        with pytest.raises(DataError, match=r"is of another storm: 1\.66667 minutes, by hand"):
-            storm.refuse_other(path, events, minutes)
+    same = (one.trace, one.minutes, one.num_nodes)
+    storm.refuse_other(path, *same)
+    drawn = trace.drawn(1, 20, 120)
+    for other in ((drawn, *same[1:]), (one.trace, 20, one.num_nodes), (*same[:2], 9)):
+        with pytest.raises(
+            DataError, match=r"is of another storm: 1\.66667 minutes, . nodes, by ha"
+        ):
+            storm.refuse_other(path, *other)
 
 
 def test_results_that_are_a_file_are_refused_before_anything_is_measured(
@@ -368,7 +373,7 @@ def test_tables_name_each_contender_best_first_and_those_that_are_not_ranked_las
     good = storm_of(steps(0, 0, 60), contender="good", **values)
     bad = storm_of(steps(0, 0, 30), contender="bad", **values)
     other = storm_of(steps(0, 0, 99), contender="other", **(values | {"is_ranked": False}))
-    text = table.page([bad, other, good])
+    text = table.tables([bad, other, good])
     names = [line.split(":")[0] for line in text.splitlines() if ": a way" in line]
     assert names == ["| good", "| bad", "| other"]
     assert "a way (not ranked)" in text
@@ -393,7 +398,8 @@ def test_ratio_to_forge_is_of_the_storms_that_both_have() -> None:
 def test_page_has_the_tables_of_the_raw_files_beside_it() -> None:
     """To renew them: python -m bench.storm.table --write"""
     text, raws = table.PAGE.read_text(), raw.read_all(raw.FOLDER)
-    assert table.renewed(text, table.page(raws)) == text
+    assert table.renewed(text, table.page(raw.FOLDER)) == text
+    assert {path.name for path in raw.FOLDER.iterdir() if path.is_dir()} == table.BESIDE.keys()
     for path, (drawn, _) in table.PICTURES.items() if raws else ():
         assert path.read_text() == drawn(raws)
 
@@ -447,7 +453,7 @@ def test_tables_leave_out_what_cannot_be_counted_of_a_contender_that_loses_sampl
     lossy = storm_of(contender="lossy", strikes=[struck(30)], **samples)
     launches = steps(0, 0, 30), steps(30, 39, 60)
     chained = storm_of(*launches, contender="chained", strikes=[struck(30)])
-    lines = table.page([lossy, chained]).splitlines()
+    lines = table.tables([lossy, chained]).splitlines()
     assert {"| lossy | – | – | – | 0 |", "| chained | 0 | 0 | 0 | 0 |"} <= {*lines}
     of = {
         name: [line for line in lines if line.startswith(f"| {name}")]
