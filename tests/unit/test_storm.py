@@ -18,6 +18,7 @@ import pytest
 from bench import faults
 from bench.storm import __main__ as storm
 from bench.storm import chain, model, picture, raw, record, score, table, trace
+from bench.storm.contender import Layout
 from bench.storm.raw import Allocation, Raw, Steps, Strike
 from bench.storm.score import Wrong
 from forge.core.errors import DataError
@@ -148,6 +149,24 @@ def test_raw_file_of_another_storm_is_not_taken_for_the_one_that_is_asked_for(
             DataError, match=r"is of another storm: 1\.66667 minutes, . nodes, by ha"
         ):
             storm.refuse_other(path, *other)
+
+
+def test_storm_has_as_many_nodes_as_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+
+    def one_storm(kind: object, layout: Layout, *_: object) -> raw.Raw:
+        sizes.append(layout.nodes)
+        return storm_of(num_nodes=layout.nodes)
+
+    monkeypatch.setattr(storm, "why_not", lambda: None)
+    monkeypatch.setattr(storm, "one_storm", one_storm)
+    words = ["storm", "--contender=forge", "--seeds=1"]
+    for number, more in enumerate(([], ["--nodes=3"], ["--quick"])):
+        monkeypatch.setattr(sys, "argv", [*words, *more, f"--results={tmp_path / str(number)}"])
+        storm.main()
+    assert sizes == [4, 3, 2]
 
 
 def test_results_that_are_a_file_are_refused_before_anything_is_measured(
