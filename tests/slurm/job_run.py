@@ -185,6 +185,26 @@ class Progress:
         return "\n".join(f"== {log.name}\n{log.read_text()[-600:]}" for log in logs)
 
 
+def preempt(cluster: Cluster, run: Progress, step: int) -> float:
+    """A job that comes first needs the run's nodes for a moment while the ranks wait before the step;
+    the time at which it was submitted."""
+    run.wait_for_pause(step)
+    hosts = run.events("launch")[-1]["nodes"]
+    event_time = time.time()
+    cluster.submit(
+        *("--partition=high", "--exclusive", "--nodes=2", f"--nodelist={','.join(hosts)}"),
+        *("--output=/dev/null", "--wrap=sleep 2"),
+    )
+    run.end_pause_when_told_to_stop(step)
+    return event_time
+
+
+def lose(cluster: Cluster, name: str) -> None:
+    """Cut the power of a node, which Slurm itself would notice after half a minute."""
+    cluster.power_cut(name)
+    cluster.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=lost")
+
+
 @dataclass
 class JobRun(Progress):
     """`forge train` under sbatch, on two nodes. Its ranks wait before each step of `pauses`."""

@@ -11,7 +11,7 @@ from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import MOST_LOST, PAUSE, PAUSES, JobRun, Uninterrupted, paused
+from .job_run import MOST_LOST, PAUSE, PAUSES, JobRun, Uninterrupted, lose, paused
 from .project import Project
 
 Nodes = Callable[[int], list[str]]
@@ -58,12 +58,6 @@ def test_run_trains_on_the_nodes_that_are_free_at_each_start(
     # Dropout of each rank has its own seed: other numbers of ranks drop other values. The order of the
     # samples is the same, and samples in another order would have losses that differ by more.
     assert losses == pytest.approx(expected, rel=0.02)
-
-
-def lose(cluster: Cluster, name: str) -> None:
-    """Cut the power of a node, which Slurm itself would notice after half a minute."""
-    cluster.power_cut(name)
-    cluster.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=lost")
 
 
 def test_run_that_loses_a_node_resumes_on_the_other_and_on_two_again_when_that_is_lost(

@@ -10,7 +10,7 @@ from datetime import datetime
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import PAUSE, PAUSES, JobRun, Uninterrupted
+from .job_run import PAUSE, PAUSES, JobRun, Uninterrupted, preempt
 
 NewRun = Callable[..., JobRun]
 WARNED = "--signal=SIGUSR1@180"  # seconds before the time limit
@@ -127,18 +127,4 @@ def reach_time_limit(cluster: Cluster, run: JobRun, job: str, step: int) -> floa
     run.end_pause_when_told_to_stop(step)
     assert run.wait_for_event("requeue")["cause"] == "SIGUSR1"
     cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=10")  # one time is enough
-    return event_time
-
-
-def preempt(cluster: Cluster, run: JobRun, step: int) -> float:
-    """A job that comes first needs the run's nodes for a moment while the ranks wait before the step;
-    the time at which it was submitted."""
-    run.wait_for_pause(step)
-    hosts = run.events("launch")[-1]["nodes"]
-    event_time = time.time()
-    cluster.submit(
-        *("--partition=high", "--exclusive", "--nodes=2", f"--nodelist={','.join(hosts)}"),
-        *("--output=/dev/null", "--wrap=sleep 2"),
-    )
-    run.end_pause_when_told_to_stop(step)
     return event_time
