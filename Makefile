@@ -1,7 +1,8 @@
 # make train   set up .venv, then raw text to a validated checkpoint on this machine
 # make reproduce   export what make train made, verify it, train it again and compare (2 minutes)
 # make setup EXTRAS=tracking,evaluate   add what a config may turn on: pyproject.toml lists the extras
-# make test    add what tests need, run all of them        make check   lint, formats, types
+# make test    add what these tests need, run them (8 minutes)   make check   lint, formats, types
+# make test-all, test-tools   the other tests: all of training and Slurm; pages, bench, set-up (CONTRIBUTING.md)
 # make faults  every fault at every point of a checkpoint's way (6 minutes)
 # make labs    the programs of config/labs on a real Slurm, every event (25 minutes; root)
 # make absences   Slurm's controller away for 22 s at every moment of a run (6 minutes; root)
@@ -19,7 +20,7 @@ BIN := .venv/bin
 comma := ,
 READY := .venv/ready $(patsubst %,.venv/with-%,$(subst $(comma), ,$(EXTRAS)))
 
-.PHONY: train reproduce test faults labs absences storm check lint types dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse gpu gpu-wheels clean
+.PHONY: train reproduce test test-all test-tools test-times faults labs absences storm check lint types dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse gpu gpu-wheels clean
 
 train: $(READY)
 	$(BIN)/snakemake --profile $(PROFILE) train
@@ -30,15 +31,28 @@ reproduce: train
 	$(BIN)/forge reproduce build/base --checkpoints results/base
 
 # A test that ends its worker ends the run: on a new worker its file would start again, up to twelve times.
-# More processes than the two cores of CI: tests on Slurm wait more than they compute. Files in the
-# order of tests/conftest.py, which mixes both. Checks of a GPU run where they can on a CPU, at a small size.
-test: export FORGE_GPU_CHECKS := cpu
+# More processes than the two cores of CI: tests on Slurm wait more than they compute. Files in the order of
+# tests/support/circles.py, long ones first.
+TEST := $(BIN)/python -m pytest -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+# Checks of a GPU run where they can on a CPU, at a small size.
+test test-all test-tools test-times: export FORGE_GPU_CHECKS := cpu
 # Images of containers often set it: each of a thousand processes would compile changed modules again.
-test: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-tools test-times: export PYTHONDONTWRITEBYTECODE :=
 # Each of thousands of processes imports NumPy, whose BLAS would start threads that spin for 0.05 s.
-test: export OPENBLAS_NUM_THREADS := 1
-test: .venv/with-dev
-	$(BIN)/python -m pytest -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test test-all test-tools test-times: export OPENBLAS_NUM_THREADS := 1
+
+test: .venv/with-test
+	$(TEST) -m default
+
+test-all: .venv/with-dev
+	$(TEST) -m all
+
+test-tools: .venv/with-dev
+	$(TEST) -m tools
+
+# Renews tests/times.tsv: the seconds of every test, by which files are put in order. On an idle machine.
+test-times: .venv/with-dev
+	$(TEST) --times tests/times.tsv
 
 # Every fault at every point, and random ones, whose seed is printed; renews the tables of docs/faults.md.
 faults: export FORGE_FAULTS := all
@@ -57,7 +71,7 @@ labs: .venv/with-dev
 	$(BIN)/python -m pytest tests/slurm/test_programs.py -k struck $(PYTEST_ARGS)
 	$(BIN)/python tests/slurm/labs_table.py $$FORGE_LABS_RESULTS
 
-# A restart of 3 s is part of `make test`.
+# A restart of 3 s is part of `make test-all`.
 absences: export FORGE_ABSENCES := all
 absences: export FORGE_TEST_SLURM := required
 absences: .venv/ready
@@ -100,7 +114,7 @@ setup: $(READY)
 .venv/ready: pyproject.toml constraints.txt hashes.txt tools/setup.sh
 	tools/setup.sh
 
-# dev: tests and checks. A renewed .venv has again what was added to the old one.
+# test: what `make test` needs; dev: all tests and checks. A renewed .venv has again what was added to the old one.
 .venv/with-%: .venv/ready
 	tools/setup.sh $*
 

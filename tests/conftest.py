@@ -7,25 +7,19 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from support import circles
 
 from forge.core.process import stop_with_parent
 
-# The folders with the longest files first: at the end short files keep all processes busy.
-ORDER = ("workflow", "distributed", "faults", "gpu", "unit")
-# Tests that wait more than they compute: their files are spread among those before the last folder.
-WAITING = "slurm"
-HERE = Path(__file__).parent
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--times", metavar="FILE", help="write the seconds of every test to FILE")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folders = {item.path: item.path.relative_to(HERE).parts[0] for item in items}
-    waiting = [path for path, folder in folders.items() if folder == WAITING]
-    others = [path for path, folder in folders.items() if folder != WAITING]
-    others.sort(key=lambda path: ORDER.index(folders[path]))
-    before = sum(folders[path] != ORDER[-1] for path in others)
-    place = {path: float(number) for number, path in enumerate(others)}
-    place |= {path: number * before / len(waiting) for number, path in enumerate(waiting)}
-    items.sort(key=lambda item: place[item.path])
+def pytest_configure(config: pytest.Config) -> None:
+    for circle, command in circles.COMMANDS.items():
+        config.addinivalue_line("markers", f"{circle}: run by `{command}`")
+    config.pluginmanager.register(circles.Circles(config))
 
 
 def pytest_sessionstart() -> None:

@@ -106,6 +106,7 @@ def point_latest_to_an_older_step(run):
 
 
 # DCP warns that it overwrites, and that it runs in one process.
+@pytest.mark.default
 @pytest.mark.filterwarnings("ignore::UserWarning:torch.distributed.checkpoint")
 @pytest.mark.parametrize(
     "damage",
@@ -267,6 +268,7 @@ def test_training_moves_nothing_that_latest_leads_to_outside_of_the_run(
     assert not run.paths.quarantine.exists()
 
 
+@pytest.mark.default
 def test_file_of_a_checkpoint_that_is_a_link_is_not_read(solo, tmp_path):
     run = solo.copy(tmp_path / "stranger")
     folder = resume.latest(run.paths).folder

@@ -23,6 +23,8 @@ from bench.contest import Contest, Result, Sleeper, pretended, world_of
 from bench.roofline import Rates, floor_seconds
 from forge.launch.process_group import World
 
+pytestmark = pytest.mark.tools
+
 REPOSITORY = Path(__file__).parents[2]
 TINY, SHARD = QUICK
 MAKERS = {

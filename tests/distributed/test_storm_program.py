@@ -11,11 +11,14 @@ from itertools import islice
 from pathlib import Path
 
 import psutil
+import pytest
 
 from bench.storm import chain, record
 from bench.storm.contender import PACED
 from bench.storm.raw import Steps
 from tools.slurm_cluster.machines import wait_until
+
+pytestmark = pytest.mark.tools
 
 RANKS = 2
 OPTIONS = ("--step-sec=0.05", "--save-every-sec=0.25", "--mib=1", "--timeout-sec=60")

@@ -122,7 +122,7 @@ CASES = [
     if _makes_sense(point, kind)
 ]
 
-# What every `make test` looks at, beside kill -9 at every point.
+# What every `make test-all` looks at, beside kill -9 at every point.
 CHOSEN = {
     *("save.write-enospc-1", "save.sync-eio-1", "commit.latest-power-1", "commit.rename-enospc-1"),
     *("prune.rename-eio-1", "load.verify-flip-1", "load.read-eio-1", "commit.rename-mix-1"),

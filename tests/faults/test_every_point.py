@@ -1,7 +1,7 @@
 """Against every fault at every point of save, commit, prune, load and reading of data.
 
 After each the next start ends with the weights, losses and samples of the uninterrupted run, or with
-the designed error. `make faults` goes through all cases, `make test` through some.
+the designed error. `make faults` goes through all cases, `make test-all` through some.
 """
 
 from __future__ import annotations

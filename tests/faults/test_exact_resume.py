@@ -2,7 +2,7 @@
 
 Two ranks have one order of adding; from three ranks on the order shows in the last bit. The cases of
 `make faults` together have every pair of world size, sharding, accumulation, compile and dropout;
-`make test` has some of them, one of which compiles: compilers take minutes of a small machine.
+`make test-all` has some of them, one of which compiles: compilers take minutes of a small machine.
 """
 
 from __future__ import annotations

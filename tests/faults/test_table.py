@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from cases import CASES
 from outcomes import BEGIN, COLUMNS, END, HEADS, NONE, PAGE
 
 from forge.core.failpoints import FAILPOINTS
+
+pytestmark = pytest.mark.tools
 
 
 def measured() -> dict[tuple[str, str, int], str]:

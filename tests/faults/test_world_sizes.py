@@ -23,6 +23,7 @@ def alone(session_runs):
     return run.story()
 
 
+@pytest.mark.default
 @pytest.mark.parametrize(("first", "second"), [(2, 1), (1, 2), (2, 3), (3, 2)])
 def test_no_sample_is_skipped_or_repeated_and_losses_agree(first, second, runs, alone):
     run = runs(f"from-{first}-to-{second}", first, *SETTINGS)

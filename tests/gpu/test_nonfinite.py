@@ -12,6 +12,8 @@ from forge.checkpoint.async_saver import Saver
 from forge.core.errors import TrainingError
 from forge.core.paths import RunPaths
 
+pytestmark = pytest.mark.default
+
 
 @pytest.fixture(params=["copied", "live"])
 def save(request, world, tmp_path):

@@ -8,6 +8,8 @@ from tests.support.bench_parts import ON_SLURM, measured
 
 from .conftest import require_slurm
 
+pytestmark = pytest.mark.tools
+
 
 @pytest.mark.parametrize("part", sorted(ON_SLURM))
 def test_every_part_runs_to_its_numbers(part: str) -> None:

@@ -14,6 +14,8 @@ from tools.slurm_cluster.machines import wait_until
 from tools.slurm_cluster.settings import Settings, slurm_conf
 from tools.slurm_cluster.temporary import _remove_dead, locked
 
+pytestmark = pytest.mark.tools
+
 Nodes = Callable[[int], list[str]]
 
 MARK = "FORGE_TESTS"  # of tests/support/live_run.py

@@ -19,6 +19,8 @@ from tools.slurm_cluster.machines import wait_until
 
 from .job_run import TINY_CONFIG, Progress
 
+pytestmark = pytest.mark.tools
+
 README, NEW_CLUSTER = "README.md", "docs/new-cluster.md"
 PROFILE = "forge profile mine"
 

@@ -6,11 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench.storm import raw, score
 from bench.storm.score import Wrong
 from tools.slurm_cluster.cluster import REPOSITORY
 
 from .conftest import require_slurm
+
+pytestmark = pytest.mark.tools
 
 TRACE = '{"source": "by hand", "events": [{"at": 30, "kind": "killed-rank"}]}'
 

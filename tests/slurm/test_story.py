@@ -7,11 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 
 from .job_run import MOST_LOST, PAUSES, Uninterrupted, lose, paused, preempt
 from .project import Project
+
+pytestmark = pytest.mark.default
 
 
 def test_text_becomes_a_validated_checkpoint_though_its_job_is_preempted_and_loses_a_node(

@@ -29,6 +29,8 @@ from tools.slurm_cluster.twin import fit_for_here, twin_of
 from .conftest import require_slurm, started
 from .job_run import write_tiny_config
 
+pytestmark = pytest.mark.tools
+
 GPUS = "gpu:nvidia_h100_80gb_hbm3:4(S:0-1)"
 SITE = site(
     [

@@ -8,6 +8,8 @@ import pytest
 from bench import recovery, reproducibility
 from bench.__main__ import PARTS, main, run
 
+pytestmark = pytest.mark.tools
+
 
 def test_a_part_that_measures_nothing_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

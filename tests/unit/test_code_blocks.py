@@ -30,6 +30,8 @@ from forge.core.config import load_config
 from forge.core.machine import Machine, load_machine
 from forge.core.sample_sheet import run_configs
 
+pytestmark = pytest.mark.tools
+
 RULES = {
     name
     for path in (ROOT / "workflow/Snakefile", *ROOT.glob("workflow/rules/*.smk"))

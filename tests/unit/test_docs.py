@@ -15,6 +15,8 @@ from forge.core.config import Config
 from forge.core.machine import Machine
 from tools.config_docs import ROOT
 
+pytestmark = pytest.mark.tools
+
 PAGES = [
     *("README.md", "SECURITY.md", "config/labs/six-nodes/README.md"),
     *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting", "gpu", "tracking")),

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.tools
+
 SCRIPT = Path(__file__).parents[2] / "tools" / "gpu.sh"
 
 # Answers the script's question about imports and the GPU, and notes how it is called for the checks.

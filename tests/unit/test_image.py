@@ -4,6 +4,10 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.tools
+
 ROOT = Path(__file__).parents[2]
 PODMAN = (ROOT / "Containerfile").read_text()
 APPTAINER = (ROOT / "forge.def").read_text()

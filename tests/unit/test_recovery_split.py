@@ -9,6 +9,8 @@ from forge.core import events
 from forge.core.events import Event
 from forge.trainer.metrics import Line, TrainLine
 
+pytestmark = pytest.mark.tools
+
 FAULT = 100.0
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+pytestmark = pytest.mark.tools
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tools" / "setup.sh"
 CHECKED = "--constraint constraints.txt --constraint hashes.txt --build-constraints hashes.txt"

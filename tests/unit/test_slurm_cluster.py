@@ -13,6 +13,8 @@ from tools.slurm_cluster.cluster import Cluster, base_folder, why_not
 from tools.slurm_cluster.machines import ClusterError
 from tools.slurm_cluster.settings import NodeKind, Settings, other_files, slurm_conf
 
+pytestmark = pytest.mark.tools
+
 REPOSITORY = Path(__file__).parents[2]
 
 

@@ -15,6 +15,8 @@ from tools.slurm_cluster.cluster import why_not
 from tools.slurm_cluster.settings import NodeKind, slurm_conf
 from tools.slurm_cluster.twin import fit_for_here, twin_of
 
+pytestmark = pytest.mark.tools
+
 REPOSITORY = Path(__file__).parents[2]
 GPUS = "gpu:nvidia_h100_80gb_hbm3:4(S:0-1)"
 

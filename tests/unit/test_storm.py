@@ -23,6 +23,8 @@ from bench.storm.raw import Allocation, Raw, Steps, Strike
 from bench.storm.score import Wrong
 from forge.core.errors import DataError
 
+pytestmark = pytest.mark.tools
+
 # --- traces ---------------------------------------------------------------------------------------
 
 

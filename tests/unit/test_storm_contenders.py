@@ -16,6 +16,8 @@ from bench.storm.contenders.snakemake import Rule
 from bench.storm.contenders.submitit import Submitit
 from forge.core.errors import ConfigError
 
+pytestmark = pytest.mark.tools
+
 CLUSTER: Any = None  # nothing here asks it
 SCRIPTS = [kind for kind in CONTENDERS.values() if issubclass(kind, SbatchContender)]
 WITH_ENVIRONMENT = [kind for kind in CONTENDERS.values() if kind.environment]

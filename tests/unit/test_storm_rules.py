@@ -18,6 +18,8 @@ from bench.storm.raw import Raw
 from bench.storm.trace import Kind, Planned, Trace
 from tools.slurm_cluster.machines import ClusterError
 
+pytestmark = pytest.mark.tools
+
 
 class FakeCluster:
     """A Slurm that says one state of every job."""

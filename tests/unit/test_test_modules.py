@@ -3,6 +3,10 @@
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.tools
+
 TESTS = Path(__file__).parents[1]
 
 

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from support.pages import ROOT, blocks_of
 
+pytestmark = pytest.mark.tools
+
 PAGE = "docs/upstream.md"
 PLUGIN = "snakemake_executor_plugin_slurm"
 

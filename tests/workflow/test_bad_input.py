@@ -2,10 +2,6 @@
 
 from itertools import pairwise
 
-import pytest
-
-pytestmark = pytest.mark.xdist_group("bad_input")
-
 
 def refused(project, *messages, target="train"):
     code, output = project.snakemake(target)

@@ -14,6 +14,8 @@ import pytest
 from support import pages
 from support.clone import REPOSITORY, Project, kill_tree, make_project
 
+pytestmark = pytest.mark.tools
+
 # What stands for the reader's own, or is too large for a tiny run.
 PLACEHOLDERS = {
     "RUN": "base",

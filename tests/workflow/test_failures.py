@@ -8,8 +8,6 @@ from contextlib import contextmanager
 import pytest
 from support.clone import started
 
-pytestmark = pytest.mark.xdist_group("failures")
-
 
 @pytest.fixture(scope="module")
 def small(shared_project):

@@ -12,7 +12,7 @@ from support.clone import kill_tree, make_project, wait
 
 from forge.core import json_lines
 
-pytestmark = pytest.mark.xdist_group("kills")
+pytestmark = pytest.mark.default
 
 # Enough steps that each of the four commands still has some when it is stopped.
 LONG = {"max_steps": 50, "checkpoint_every": 5, "eval_every": 25}

@@ -20,8 +20,6 @@ from forge.core.files import read_json
 from forge.core.paths import WORKFLOW_RUNS
 from forge.core.records import WorkflowRuns
 
-pytestmark = pytest.mark.xdist_group("life")
-
 TASKS = Path(__file__).parents[1] / "distributed/tasks"
 BASE = "run\tparent\ttrain.lr\nbase\t\t\n"
 

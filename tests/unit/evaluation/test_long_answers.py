@@ -8,6 +8,8 @@ from forge.core.errors import DataError
 from forge.core.service_settings import Evaluate
 from forge.evaluation import harness
 
+pytestmark = pytest.mark.all
+
 TASK = """\
 task: long
 dataset_path: json

@@ -13,6 +13,8 @@ from forge.core.paths import RunPaths
 from forge.core.service_settings import Evaluate
 from forge.evaluation import tasks
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:

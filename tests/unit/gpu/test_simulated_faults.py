@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.all
+
 STEP = [
     ("unpinned_batches", {}, "waits", "trainer/parallel.py"),
     ("unpinned_flags", {}, "waits", "trainer/step.py"),

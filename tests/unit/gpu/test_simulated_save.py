@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.all
+
 
 @pytest.mark.parametrize("train", [{"shard": "none"}, {"shard": "all"}, {"optimizer": "muon"}])
 def test_state_is_copied_beside_a_step_without_a_race_or_a_wait(simulate, train):

@@ -9,6 +9,8 @@ from support.simulated_gpu.training import Case, shape_of
 from forge.core import collectives
 from forge.core.config import load_config
 
+pytestmark = pytest.mark.all
+
 ROOT = Path(__file__).parents[3]
 
 # All pairs of values of these settings.

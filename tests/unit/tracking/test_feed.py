@@ -25,6 +25,8 @@ from forge.tracking import feed, feed_process, to_wandb, tracker
 from forge.trainer import metrics
 from forge.trainer.metrics import EvalLine
 
+pytestmark = pytest.mark.all
+
 
 @pytest.fixture
 def paths(tmp_path):

@@ -16,6 +16,8 @@ from forge.core.train_settings import Train
 from forge.trainer import transforms
 from forge.trainer.initialize import initialized
 
+pytestmark = pytest.mark.all
+
 SMALL = architectures.SMALL["llama"]
 VOCAB = 97
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

@@ -1,0 +1,128 @@
+"""Circles of tests: what `make test` runs, and what `make test-all` and `make test-tools` run besides.
+
+Every test is in one circle: that of its folder, or the one that its own marker names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parents[1]
+COMMANDS = {"default": "make test", "all": "make test-all", "tools": "make test-tools"}
+CIRCLE_OF_FOLDER = {
+    "unit": "default",
+    "past": "default",
+    "workflow": "all",
+    "distributed": "all",
+    "faults": "all",
+    "gpu": "all",
+    "slurm": "all",
+}
+# Tests on Slurm wait more than they compute: their files are spread among the others.
+WAITING = "slurm"
+TIMES = HERE / "times.tsv"
+PROCESSES = 3  # of `make test`, by which its tests share the machine
+CIRCLE = "circle"  # property of a test, which its reports carry to the process that prints
+
+
+def folder_of(path: Path) -> str:
+    return path.relative_to(HERE).parts[0]
+
+
+def recorded_times() -> dict[str, tuple[str, float]]:
+    """Test -> its circle and its seconds on an idle machine of two cores, by `make test-times`."""
+    rows = (line.split("\t") for line in TIMES.read_text().splitlines()[1:])
+    return {name: (circle, float(seconds)) for seconds, circle, name in rows}
+
+
+def circles_of(item: pytest.Item) -> list[str]:
+    """The circles that markers name; those of its folder where there is none."""
+    own = [name for name in COMMANDS if item.get_closest_marker(name)]
+    return own or [
+        CIRCLE_OF_FOLDER[name] for name in [folder_of(item.path)] if name in CIRCLE_OF_FOLDER
+    ]
+
+
+class Circles:
+    """The plugin: markers, order, and what was not run."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        wanted = config.getoption("markexpr")
+        self.wanted = wanted if wanted in COMMANDS else ""
+        self.took: dict[str, tuple[str, float]] = {}  # test -> circle, seconds
+        self.times = recorded_times() if TIMES.is_file() else {}
+
+    def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
+        """A file without a test of the circle is not imported: to import all takes 20 s a process, and
+        some need packages that others do without."""
+        path = collection_path
+        if not self.wanted or not path.name.startswith("test_") or path.suffix != ".py":
+            return None
+        text = path.read_text()
+        of_file = re.search(
+            rf"^pytestmark = .*\bmark\.({'|'.join(COMMANDS)})\b", text, re.MULTILINE
+        )
+        of_all = of_file[1] if of_file else CIRCLE_OF_FOLDER.get(folder_of(path))
+        return None if self.wanted == of_all or f"mark.{self.wanted}" in text else True
+
+    @pytest.hookimpl(tryfirst=True)  # before -m chooses
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        unclear = []
+        for item in items:
+            circles = circles_of(item)
+            if len(circles) != 1:
+                unclear.append(f"{item.nodeid}: {', '.join(circles) or 'none'}")
+            for name in circles:
+                item.add_marker(name)
+                item.user_properties.append((CIRCLE, name))
+        if unclear:
+            listed = "\n  ".join(unclear)
+            raise pytest.UsageError(
+                f"tests that are not in one circle (CONTRIBUTING.md):\n  {listed}"
+            )
+        self._sort(items)
+
+    def _sort(self, items: list[pytest.Item]) -> None:
+        """Long files first, so that short ones keep all processes busy at the end."""
+        seconds: dict[Path, float] = defaultdict(float)
+        for item in items:
+            seconds[item.path] += self.times.get(item.nodeid, ("", 0.0))[1]
+        place: dict[Path, float] = {}
+        for is_waiting in (False, True):
+            files = [path for path in seconds if (folder_of(path) == WAITING) == is_waiting]
+            files.sort(key=lambda path: -seconds[path])
+            before, total = 0.0, sum(seconds[path] for path in files) or 1.0
+            for path in files:
+                place[path] = before / total
+                before += seconds[path]
+        items.sort(key=lambda item: place[item.path])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Called in the process that prints, also with xdist."""
+        [circle] = [value for name, value in report.user_properties if name == CIRCLE] or ["?"]
+        before = self.took.get(report.nodeid, (circle, 0.0))[1]
+        self.took[report.nodeid] = circle, before + report.duration
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if not self.wanted:
+            return
+        terminalreporter.section("not run")
+        for circle, command in COMMANDS.items():
+            seconds = [sec for other, sec in self.times.values() if other == circle != self.wanted]
+            if seconds:
+                minutes = max(1, round(sum(seconds) / PROCESSES / 60))
+                terminalreporter.line(f"{command}: {len(seconds)} tests, about {minutes} minutes")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        path = session.config.getoption("times")
+        if not path or hasattr(session.config, "workerinput"):
+            return
+        rows = (
+            f"{seconds:.2f}\t{circle}\t{name}"
+            for name, (circle, seconds) in sorted(self.took.items())
+        )
+        Path(path).write_text("\n".join(["seconds\tcircle\ttest", *rows, ""]))
