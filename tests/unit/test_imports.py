@@ -1,11 +1,17 @@
 """Packages import only packages to their left, and torch stays where tensors are: a login node must not
-wait for it."""
+wait for it.
+
+Each rule is a function that lists every breach in the trees of all modules, with file, line and what is
+allowed. Below each rule, it finds a breach that is planted.
+"""
 
 import ast
 import subprocess
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
+from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,12 +28,6 @@ PACKAGES = (
 
 # These start every part of Forge.
 START = {"cli", "workflow", "worker"}
-
-MODULES = {
-    ".".join(path.relative_to(FOLDER).with_suffix("").parts): path
-    for path in sorted(FOLDER.rglob("*.py"))
-    if path.name not in ("__init__.py", "__main__.py")
-}
 
 TENSORS = {
     "trainer.divergence",
@@ -64,132 +64,413 @@ TENSORS = {
 
 EXECUTOR = FOLDER.parent / "snakemake_executor_plugin_forge/__init__.py"
 
+MOST_IMPORTS = 25
+MOST_THAT_ASK_FOR_THE_PROGRAM = 8
+LAYERS = {"q_proj", "gate_proj", "embed_tokens", "c_attn", "wte"}
+NAME_LAYERS = {"trainer.models.llama_decoder", "trainer.models.gpt2_decoder"}
 
-def test_page_of_the_architecture_shows_this_order():
-    assert " < ".join(PACKAGES) in (FOLDER.parent / "docs/architecture.md").read_text()
+Trees = dict[str, list[ast.AST]]  # module -> all nodes of its tree
 
 
-def place(module):
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(FOLDER).with_suffix("").parts)
+
+
+def nodes_of(text: str) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(text)))
+
+
+# Each file is parsed once, for all rules.
+TREES: Trees = {
+    name_of(path): nodes_of(path.read_text())
+    for path in sorted(FOLDER.rglob("*.py"))
+    if path.name not in ("__init__.py", "__main__.py")
+}
+
+
+# --- what the rules read --------------------------------------------------------------------------
+
+
+def at(module: str, line: int) -> str:
+    return f"forge/{module.replace('.', '/')}.py:{line}"
+
+
+def place(module: str) -> int:
     """Where a module stands from the left to the right."""
-    package = module.split(".")[0]
+    package = module.partition(".")[0]
     return PACKAGES.index(package) if package in PACKAGES else len(PACKAGES)
 
 
-def imports(module):
-    """Modules and packages of forge that this one imports, anywhere in the file."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+def imports(module: str, trees: Trees) -> Iterator[tuple[int, str]]:
+    """(line, name) of modules and packages of forge that this one imports, anywhere in the file."""
+    for node in trees[module]:
         if isinstance(node, ast.ImportFrom) and node.module == "forge":
-            yield from (name.name for name in node.names)
+            yield from ((node.lineno, name.name) for name in node.names)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forge."):
-            package = node.module.removeprefix("forge.")
-            yield package
-            yield from (n for a in node.names if (n := f"{package}.{a.name}") in MODULES)
+            package = (node.module or "").removeprefix("forge.")
+            yield node.lineno, package
+            below = (f"{package}.{name.name}" for name in node.names)
+            yield from ((node.lineno, name) for name in below if name in trees)
         elif isinstance(node, ast.Import):
-            yield from (n.name[6:] for n in node.names if n.name.startswith("forge."))
+            names = (name.name for name in node.names)
+            yield from ((node.lineno, name[6:]) for name in names if name.startswith("forge."))
 
 
-def test_executor_imports_only_what_is_about_slurm():
-    """Every Snakemake that finds it imports it, also for workflows of others."""
-    nodes = ast.walk(ast.parse(EXECUTOR.read_text()))
-    names = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
-    own = [name for name in names if name.startswith("forge")]
-    assert own and all(name.startswith("forge.cluster.") for name in own)
+def modules_named(tree: list[ast.AST]) -> Iterator[tuple[int, str]]:
+    """(line, full name) of the modules in its import statements, of forge or of others."""
+    for node in tree:
+        if isinstance(node, ast.ImportFrom):
+            yield node.lineno, node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, name.name) for name in node.names)
 
 
-def test_every_folder_is_a_package_of_the_rule():
-    assert {path.parent.name for path in FOLDER.glob("*/__init__.py")} == set(PACKAGES)
+def modules_imported(module: str, trees: Trees) -> dict[str, int]:
+    """The modules, not packages, of forge that a module imports, with the line."""
+    return {name: line for line, name in imports(module, trees) if name in trees}
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_packages_import_only_packages_to_their_left(module):
-    if place(module) < len(PACKAGES):
-        assert [name for name in imports(module) if place(name) > place(module)] == []
+def planted(**texts: str) -> Trees:
+    """Trees of modules, `core__words` for core.words."""
+    return {name.replace("__", "."): nodes_of(text) for name, text in texts.items()}
 
 
-def modules_imported(module):
-    """The modules, not packages, of forge that a module imports."""
-    return {name for name in imports(module) if name in MODULES}
+def none_of(breaches: list[str]) -> None:
+    """Fails the test with all breaches: a comparison of lists shows the first few."""
+    __tracebackhide__ = True
+    if breaches:
+        pytest.fail("\n".join([f"{len(breaches)} breaches:", *breaches]), pytrace=False)
 
 
-def test_no_module_imports_itself_through_others():
-    graph = {module: modules_imported(module) for module in MODULES}
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as err:
-        pytest.fail("a circle: " + " -> ".join(err.args[1]))
-
-
-@pytest.mark.parametrize("module", sorted(MODULES.keys() - START))
-def test_a_module_imports_at_most_25_others(module):
-    """One that needs more does the work of two."""
-    assert len(modules_imported(module)) <= 25
-
-
-def test_a_class_name_stands_in_one_module_only():
-    where = defaultdict(set)
-    for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef):
-                where[node.name].add(module)
-    assert {name: modules for name, modules in where.items() if len(modules) > 1} == {}
-
-
-def test_a_module_has_a_name_of_its_own():
-    names = Counter(module.rpartition(".")[2] for module in MODULES)
-    assert [name for name, times in names.items() if times > 1] == []
-
-
-def places_that_read(attribute, of):
-    """Module and line of each `of.attribute`, also at the end of a longer name."""
-    for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr == attribute:
-                name = getattr(node.value, "attr", getattr(node.value, "id", ""))
-                if name == of:
-                    yield f"{module}:{node.lineno}"
-
-
-def test_at_most_eight_places_ask_which_program_trains_a_run():
-    """All others ask the TrainingProgram that `run.programs` gives them."""
-    places = list(places_that_read("program", of="config"))
-    assert "run.programs" in {place.partition(":")[0] for place in places}
-    assert len(places) <= 8, places
-
-
-def test_only_the_modules_of_an_architecture_name_its_layers():
-    layers = {"q_proj", "gate_proj", "embed_tokens", "c_attn", "wte"}
-    naming = {
-        module
-        for module, path in MODULES.items()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if getattr(node, "attr", "") in layers
-        or (isinstance(node, ast.Constant) and node.value in layers)
-    }
-    assert naming == {"trainer.models.llama_decoder", "trainer.models.gpt2_decoder"}
-
-
-def test_the_check_sees_imports():
-    seen = {*imports("cli"), *imports("commands.run_steps"), *imports("worker")}
+def test_the_rules_see_imports() -> None:
+    seen = {name for m in ("cli", "commands.run_steps", "worker") for _, name in imports(m, TREES)}
     assert {"staging.stage", "core.errors", "trainer"} <= seen
 
 
-def test_torch_is_imported_only_where_tensors_are():
-    free = ["forge." + module for module in MODULES if module not in TENSORS]
-    free.append(EXECUTOR.parent.name)
-    code = (
-        "import importlib, sys\n"
-        "for module in sys.argv[1:]:\n"
-        "    importlib.import_module(module)\n"
-        "    assert 'torch' not in sys.modules, module + ' imports torch'\n"
+# --- packages -------------------------------------------------------------------------------------
+
+
+def test_page_of_the_architecture_shows_this_order() -> None:
+    assert " < ".join(PACKAGES) in (FOLDER.parent / "docs/architecture.md").read_text()
+
+
+def test_every_folder_is_a_package_of_the_rule() -> None:
+    assert {path.parent.name for path in FOLDER.glob("*/__init__.py")} == set(PACKAGES)
+
+
+def imports_to_the_right(trees: Trees) -> list[str]:
+    return [
+        f"{at(module, line)}: imports {name}; {PACKAGES[here]} may import"
+        f" {', '.join(PACKAGES[: here + 1])}"
+        for module in trees
+        if (here := place(module)) < len(PACKAGES)
+        for line, name in imports(module, trees)
+        if place(name) > here
+    ]
+
+
+def test_packages_import_only_packages_to_their_left() -> None:
+    none_of(imports_to_the_right(TREES))
+
+
+def test_import_of_a_package_to_the_right_is_found() -> None:
+    trees = planted(
+        core__words="import os\n\ndef read():\n    from forge.trainer import loop",
+        data__files="from forge.core import words\nimport forge.launch.device\nfrom forge import cli",
+        trainer__loop="from forge.data.files import read",
+        cli="from forge import trainer",
     )
+    assert imports_to_the_right(trees) == [
+        "forge/core/words.py:4: imports trainer; core may import core",
+        "forge/core/words.py:4: imports trainer.loop; core may import core",
+        "forge/data/files.py:2: imports launch.device; data may import core, cluster, data",
+        "forge/data/files.py:3: imports cli; data may import core, cluster, data",
+    ]
+
+
+def foreign_to_the_executor(tree: list[ast.AST]) -> list[str]:
+    return [
+        f"snakemake_executor_plugin_forge/__init__.py:{line}: imports {name}; of forge it may import"
+        " forge.cluster"
+        for line, name in modules_named(tree)
+        if name.startswith("forge") and not name.startswith("forge.cluster.")
+    ]
+
+
+def test_executor_imports_only_what_is_about_slurm() -> None:
+    """Every Snakemake that finds it imports it, also for workflows of others."""
+    text = EXECUTOR.read_text()
+    assert "from forge.cluster." in text
+    none_of(foreign_to_the_executor(nodes_of(text)))
+
+
+def test_other_import_of_the_executor_is_found() -> None:
+    text = "import forge.run.run\nfrom forge.cluster.slurm import squeue\nfrom forge.data import x"
+    where = "snakemake_executor_plugin_forge/__init__.py"
+    assert foreign_to_the_executor(nodes_of(text)) == [
+        f"{where}:1: imports forge.run.run; of forge it may import forge.cluster",
+        f"{where}:3: imports forge.data; of forge it may import forge.cluster",
+    ]
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+def circles(trees: Trees) -> list[str]:
+    """Each circle of imports, until the graph without one import of each has none: without that which
+    leads farthest to the right, since this is the wrong one."""
+    graph = {module: modules_imported(module, trees) for module in trees}
+    found: list[str] = []
+    while True:
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as err:
+            circle = err.args[1][::-1]  # graphlib names what is imported first
+            steps = list(pairwise(circle))
+            told = (f"{at(one, graph[one][other])} imports {other}" for one, other in steps)
+            found.append("a circle: " + ", ".join(told))
+            one, other = max(steps, key=lambda step: place(step[1]) - place(step[0]))
+            del graph[one][other]
+        else:
+            return found
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    none_of(circles(TREES))
+
+
+def test_every_circle_is_found() -> None:
+    trees = planted(
+        core__a="from forge.core import b",
+        core__b="\nfrom forge.core import c",
+        core__c="from forge.core.a import x",
+        data__d="import forge.data.d",
+        data__e="import forge.core.a",
+    )
+    found = circles(trees)
+    assert len(found) == 2 and "a circle: forge/data/d.py:1 imports data.d" in found
+    [long] = [circle for circle in found if "core" in circle]
+    for step in ("core/a.py:1 imports core.b", "core/b.py:2 imports core.c"):
+        assert step in long and "core/c.py:1 imports core.a" in long
+
+
+def imports_too_many(trees: Trees) -> list[str]:
+    return [
+        f"{at(module, 1)}: imports {len(others)} modules of {MOST_IMPORTS} allowed: {', '.join(others)}"
+        for module in sorted(trees.keys() - START)
+        if len(others := sorted(modules_imported(module, trees))) > MOST_IMPORTS
+    ]
+
+
+def test_a_module_imports_at_most_25_others() -> None:
+    """One that needs more does the work of two."""
+    none_of(imports_too_many(TREES))
+
+
+def test_module_that_imports_26_others_is_found() -> None:
+    others = {f"core__m{number}": "" for number in range(26)}
+    everything = "from forge.core import " + ", ".join(f"m{number}" for number in range(26))
+    trees = planted(
+        run__all=everything, cli=everything, run__few="from forge.core import m1", **others
+    )
+    [breach] = imports_too_many(trees)
+    assert breach.startswith(
+        "forge/run/all.py:1: imports 26 modules of 25 allowed: core.m0, core.m1,"
+    )
+
+
+def classes_in_two_modules(trees: Trees) -> list[str]:
+    where = defaultdict(list)
+    for module, tree in trees.items():
+        lines = {n.name: n.lineno for n in tree if isinstance(n, ast.ClassDef)}
+        for name, line in lines.items():
+            where[name].append(at(module, line))
+    return [
+        f"class {n}: in one module only, is in {', '.join(w)}" for n, w in where.items() if w[1:]
+    ]
+
+
+def test_a_class_name_stands_in_one_module_only() -> None:
+    none_of(classes_in_two_modules(TREES))
+
+
+def test_class_of_two_modules_is_found() -> None:
+    trees = planted(
+        core__a="class Run: ...", run__b="import os\nclass Run: ...", run__c="class Ran: ..."
+    )
+    found = "class Run: in one module only, is in forge/core/a.py:1, forge/run/b.py:2"
+    assert classes_in_two_modules(trees) == [found]
+
+
+def names_of_two_modules(modules: list[str]) -> list[str]:
+    where = defaultdict(list)
+    for module in modules:
+        where[module.rpartition(".")[2]].append(module)
+    return [
+        f"{n}: name of one module only, is that of {', '.join(w)}"
+        for n, w in where.items()
+        if w[1:]
+    ]
+
+
+def test_a_module_has_a_name_of_its_own() -> None:
+    none_of(names_of_two_modules([*TREES]))
+
+
+def test_name_of_two_modules_is_found() -> None:
+    found = "files: name of one module only, is that of core.files, data.files"
+    assert names_of_two_modules(["core.files", "data.files", "data.bytes"]) == [found]
+
+
+# --- programs and architectures -------------------------------------------------------------------
+
+
+def places_that_read(attribute: str, of: str, trees: Trees) -> list[str]:
+    """File and line of each `of.attribute`, also at the end of a longer name."""
+    return [
+        at(module, node.lineno)
+        for module, tree in trees.items()
+        for node in tree
+        if isinstance(node, ast.Attribute) and node.attr == attribute
+        if getattr(node.value, "attr", getattr(node.value, "id", "")) == of
+    ]
+
+
+def test_at_most_eight_places_ask_which_program_trains_a_run() -> None:
+    """All others ask the TrainingProgram that `run.programs` gives them."""
+    places = places_that_read("program", of="config", trees=TREES)
+    assert "forge/run/programs.py" in {place.partition(":")[0] for place in places}
+    assert len(places) <= MOST_THAT_ASK_FOR_THE_PROGRAM, "\n".join(["", *places])
+
+
+def test_place_that_asks_is_found() -> None:
+    text = "if config.program:\n    x = run.config.program\ny = config.programs, other.program"
+    places = places_that_read("program", of="config", trees=planted(run__a=text))
+    assert places == ["forge/run/a.py:1", "forge/run/a.py:2"]
+
+
+def modules_that_name_layers(trees: Trees) -> dict[str, list[str]]:
+    """Module -> each file, line and name of a layer in it."""
+    found = defaultdict(list)
+    for module, tree in trees.items():
+        for node in tree:
+            name = node.value if isinstance(node, ast.Constant) else getattr(node, "attr", "")
+            if isinstance(name, str) and name in LAYERS:
+                where = at(module, getattr(node, "lineno", 1))
+                found[module].append(
+                    f"{where}: names {name}; only {', '.join(sorted(NAME_LAYERS))} may"
+                )
+    return found
+
+
+def test_only_the_modules_of_an_architecture_name_its_layers() -> None:
+    found = modules_that_name_layers(TREES)
+    none_of([place for module in found.keys() - NAME_LAYERS for place in found[module]])
+    assert found.keys() == NAME_LAYERS, "one of these names no layer any more"
+
+
+def test_name_of_a_layer_is_found() -> None:
+    trees = planted(run__a="x = model.q_proj", run__b='\nname = "wte"', run__c="wte = b'wte'")
+    found = modules_that_name_layers(trees)
+    assert [place.partition(";")[0] for places in found.values() for place in places] == [
+        "forge/run/a.py:1: names q_proj",
+        "forge/run/b.py:2: names wte",
+    ]
+
+
+# --- torch ----------------------------------------------------------------------------------------
+
+# Imports the modules that it is given, and prints each line of them that first asks for torch. The
+# import of torch fails, so that the next module does not find it loaded and is judged, too.
+WITHOUT_TORCH = """
+import importlib, sys, traceback
+from importlib.machinery import ModuleSpec
+
+own, asked = {name.partition(".")[0] for name in sys.argv[1:]}, {}
+
+class Refuses:
+    def find_spec(self, name, path=None, target=None):
+        return ModuleSpec(name, self) if name.partition(".")[0] == "torch" else None
+
+    def exec_module(self, module): ...
+
+    def create_module(self, spec):
+        stack = [(f.f_code.co_filename, line) for f, line in traceback.walk_stack(None)
+                 if f.f_globals["__name__"].partition(".")[0] in own]
+        asked.setdefault(stack[0] if stack else ("?", 0), module)
+        raise ImportError("torch is refused here")
+
+sys.meta_path.insert(0, Refuses())
+for module in sys.argv[1:]:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        if not asked:
+            raise
+for (path, line), module in asked.items():
+    print(f"{path}:{line}: imports torch, in the import of {module}")
+"""
+
+
+def lines_that_import_torch(modules: list[str], root: Path) -> list[str]:
+    """In a process of its own: this one may have torch already."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *free], capture_output=True, text=True, check=False
+        [sys.executable, "-c", WITHOUT_TORCH, *modules],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=root,
     )
     assert done.returncode == 0, done.stderr
+    return [line.removeprefix(f"{root}/") for line in done.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("module", sorted(TENSORS))
-def test_modules_of_tensors_do_import_torch(module):
+def test_torch_is_imported_only_where_tensors_are() -> None:
+    free = ["forge." + module for module in TREES if module not in TENSORS]
+    none_of(lines_that_import_torch([*free, EXECUTOR.parent.name], FOLDER.parent))
+
+
+def test_each_line_that_imports_torch_is_found(tmp_path: Path) -> None:
+    (tmp_path / "planted").mkdir()
+    for name, text in {
+        "a": "import os\nfrom torch import nn",
+        "b": "from planted import a",
+        "c": "def later():\n    import torch",
+        "d": "try:\n    import torch.nn\nexcept ImportError:\n    pass",
+    }.items():
+        (tmp_path / f"planted/{name}.py").write_text(text)
+    assert lines_that_import_torch([f"planted.{name}" for name in "abcd"], tmp_path) == [
+        "planted/a.py:2: imports torch, in the import of planted.a",
+        "planted/d.py:2: imports torch, in the import of planted.d",
+    ]
+
+
+def imports_torch(tree: list[ast.AST]) -> bool:
+    return any(name.partition(".")[0] == "torch" for _, name in modules_named(tree))
+
+
+def granted_torch_in_vain(trees: Trees, tensors: set[str]) -> list[str]:
+    return [
+        f"{module}: is in TENSORS, is no module" for module in sorted(tensors - trees.keys())
+    ] + [
+        f"{at(module, 1)}: is in TENSORS, imports neither torch nor a module of TENSORS"
+        for module in sorted(tensors & trees.keys())
+        if not imports_torch(trees[module])
+        and not tensors.intersection(name for _, name in imports(module, trees))
+    ]
+
+
+def test_modules_of_tensors_do_import_torch() -> None:
     """Else the table above grants what nobody needs."""
-    of_others = TENSORS.intersection(imports(module))
-    assert of_others or "import torch" in MODULES[module].read_text()
+    none_of(granted_torch_in_vain(TREES, TENSORS))
+
+
+def test_module_that_needs_no_torch_is_found() -> None:
+    trees = planted(
+        trainer__a="import torch.nn", trainer__b="from forge.trainer import a", core__c=""
+    )
+    tensors = {"trainer.a", "trainer.b", "core.c", "core.gone"}
+    assert granted_torch_in_vain(trees, tensors) == [
+        "core.gone: is in TENSORS, is no module",
+        "forge/core/c.py:1: is in TENSORS, imports neither torch nor a module of TENSORS",
+    ]
