@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 import pytest
@@ -17,7 +17,8 @@ def failures(cases: Iterable[tuple[str, Any]], check: Callable[[Any], object]) -
         num_cases += 1
         printed = io.StringIO()
         try:
-            with redirect_stderr(printed):  # argparse prints there what it then exits with
+            # argparse prints why it exits
+            with redirect_stdout(printed), redirect_stderr(printed):
                 check(value)
         except (Exception, SystemExit, pytest.fail.Exception) as err:
             found.append(f"{name}: {_told(err, printed.getvalue())}")
@@ -28,7 +29,10 @@ def _told(err: BaseException, printed: str) -> str:
     """One line of what went wrong: pytest's own message, or the error with what was printed before it."""
     if isinstance(err, SystemExit):
         return f"exits with {err.code}: {printed.strip().rpartition(chr(10))[2]}"
-    text = " ".join(str(err).split()) or f"raised at line {_line(err)} of the check"
+    said = str(err).partition("\nassert ")[
+        0
+    ]  # without the values, where the assertion has a message
+    text = " ".join(said.split()) or f"raised at line {_line(err)} of the check"
     return text if isinstance(err, AssertionError) else f"{type(err).__name__}: {text}"
 
 

@@ -13,7 +13,7 @@ import shlex
 import tomllib
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import pytest
 import yaml
 from snakemake.cli import get_argument_parser
 from support import pages
+from support.each import failures, hold_for_each
 from support.pages import ROOT, SHELL, Block, blocks_of
 from support.user_snakefile import WITH_OWN_RULES
 
@@ -42,8 +43,8 @@ FRAGMENTS = [block for block in pages.blocks() if block.kind != SHELL]
 MINE = "profiles/mine"  # a copy of another profile, which the pages say how to make
 
 
-def of_kind(kind: str) -> list[Any]:
-    return [pytest.param(block, id=block.where) for block in FRAGMENTS if block.kind == kind]
+def of_kind(kind: str) -> list[tuple[str, Block]]:
+    return [(block.where, block) for block in FRAGMENTS if block.kind == kind]
 
 
 # --- each block in one way ------------------------------------------------------------------------
@@ -84,19 +85,30 @@ def test_modules_that_run_commands_and_tests_that_reasons_name_are_there() -> No
     assert [path for path in sorted(named) if not (ROOT / path).is_file()] == []
 
 
-@pytest.mark.parametrize("page", pages.PAGES)
-def test_page_has_no_block_that_the_parser_takes_for_a_paragraph(page: str) -> None:
-    """Four spaces right below a sentence are no code in Markdown."""
-    lines = (ROOT / page).read_text().splitlines()
+def stray_lines(page: str, text: str) -> list[str]:
+    """`page:line` of what looks like a command outside of every block."""
     inside = {
         number
-        for block in blocks_of(page, "\n".join(lines))
+        for block in blocks_of(page, text)
         for number in range(block.line - 1, block.line + block.text.count("\n") + 1)
     }
-    stray = [
-        i + 1 for i, line in enumerate(lines) if line.startswith("    ") and i + 1 not in inside
+    return [
+        f"{page}:{number}: {line.strip()}"
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.startswith("    ") and number not in inside
     ]
-    assert stray == []
+
+
+def test_no_page_has_a_block_that_the_parser_takes_for_a_paragraph() -> None:
+    """Four spaces right below a sentence are no code in Markdown."""
+    stray = [line for page in pages.PAGES for line in stray_lines(page, (ROOT / page).read_text())]
+    assert not stray, "\n".join(["", *stray])
+
+
+def test_line_that_is_no_block_is_noticed() -> None:
+    assert stray_lines("page.md", "Now:\n\n    make a\n\nThen\n    make b\n") == [
+        "page.md:6: make b"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -120,11 +132,16 @@ def test_marker_is_about_the_commands_that_it_names() -> None:
 # --- commands -------------------------------------------------------------------------------------
 
 
+# A parser takes longer to construct than to parse with.
+parser_of_forge = cache(cli._parser)
+parser_of_snakemake = cache(partial(get_argument_parser, []))
+
+
 def forge(words: list[str]) -> None:
     """Options and keys are known, by the parser and the config. Raises SystemExit or ConfigError."""
     words, of_snakemake = cli._of_snakemake(words)
     snakemake(of_snakemake)
-    options, rest = cli._parser().parse_known_args(words)
+    options, rest = parser_of_forge().parse_known_args(words)
     assert options.takes_overrides or not rest, rest
     overrides, of_machine = cli._overrides(rest)
     load_config(ROOT / "config/config.yaml", overrides)
@@ -135,7 +152,7 @@ def forge(words: list[str]) -> None:
 
 def snakemake(words: list[str]) -> None:
     """Options are known, targets are rules without wildcards or files of a run; files are there."""
-    options = get_argument_parser([]).parse_args(words)
+    options = parser_of_snakemake().parse_args(words)
     for target in options.targets:
         assert target in RULES or target.startswith("results/"), target
     for path in (options.profile or [], options.configfile or []):
@@ -190,11 +207,8 @@ def check(text: str) -> None:
             known(words[1:])
 
 
-@pytest.mark.parametrize(
-    "command", [pytest.param(command, id=command.where) for command in pages.commands()]
-)
-def test_command_of_a_block_fits_its_parser(command: pages.Command) -> None:
-    check(command.text)
+def test_each_command_of_a_block_fits_its_parser() -> None:
+    hold_for_each(((command.where, command.text) for command in pages.commands()), check)
 
 
 NAMES_A_COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )*(?:forge|snakemake|make) ")
@@ -202,8 +216,7 @@ INLINE = sorted({span for span in pages.spans() if NAMES_A_COMMAND.match(span[1]
 ANY = {"forge …": "forge train", "COMMAND": "train", "--profile …": "--profile profiles/local"}
 
 
-@pytest.mark.parametrize(("page", "text"), INLINE)
-def test_command_in_a_sentence_fits_its_parser(page: str, text: str) -> None:
+def check_inline(text: str) -> None:
     """It may leave out the name at its end, CONFIG or RUN, and say `…` where anything may stand."""
     for written, meant in ANY.items():
         text = text.replace(written, meant)
@@ -215,20 +228,28 @@ def test_command_in_a_sentence_fits_its_parser(page: str, text: str) -> None:
             check(f"{text} NAME")
 
 
+def test_each_command_in_a_sentence_fits_its_parser() -> None:
+    hold_for_each(((f"{page}: {text}", text) for page, text in INLINE), check_inline)
+
+
 def test_wrong_commands_are_noticed() -> None:
-    for text in ("forge train c.yaml --train.max_step=1", "forge show --nothing", "forge shows"):
-        with pytest.raises((SystemExit, Exception)):
-            check(text)
-    for text in ("make trains", "make setup EXTRAS=all", "snakemake --profile profiles/none train"):
-        with pytest.raises(AssertionError):
-            check(text)
-    for text in (
-        "X=1 snakemake trains",
-        "snakemake --profiles profiles/local",
-        "python -m forge.no",
-    ):
-        with pytest.raises((AssertionError, SystemExit, ModuleNotFoundError)):
-            check(text)
+    wrong = {
+        "forge train c.yaml --train.max_step=1": "unknown key train.max_step",
+        "forge show --nothing": "--nothing",
+        "forge shows": "'shows'",
+        "make trains": "trains",
+        "make setup EXTRAS=all": "EXTRAS=all",
+        "snakemake --profile profiles/none train": "profiles/none",
+        "X=1 snakemake trains": "trains",
+        "snakemake --profiles profiles/local": "--profiles",
+        "python -m forge.no": "forge.no",
+    }
+    assert failures([], check) == ["there is no case to check"]
+    found = failures([(text, text) for text in wrong], check)
+    assert [line.partition(": ")[0] for line in found] == [*wrong]
+    assert all(
+        told in line.partition(": ")[2] for line, told in zip(found, wrong.values(), strict=True)
+    )
 
 
 # --- fragments ------------------------------------------------------------------------------------
@@ -259,10 +280,9 @@ def as_written(block: Block, values: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-@pytest.mark.parametrize("block", of_kind("yaml"))
-def test_yaml_is_accepted_by_what_reads_it(block: Block, tmp_path: Path) -> None:
+def read_yaml(block: Block, path: Path) -> None:
+    """By the reader of machine files, of resources or of configs. path: a file to write it to."""
     values = yaml.safe_load(block.text)
-    path = tmp_path / "file.yaml"
     if values.keys() <= Machine.model_fields.keys():
         path.write_text(block.text)
         load_machine(path)
@@ -275,15 +295,17 @@ def test_yaml_is_accepted_by_what_reads_it(block: Block, tmp_path: Path) -> None
         load_config(path)
 
 
+def test_each_yaml_is_accepted_by_what_reads_it(tmp_path: Path) -> None:
+    hold_for_each(of_kind("yaml"), partial(read_yaml, path=tmp_path / "file.yaml"))
+
+
 def test_snakefile_of_a_page_is_the_one_that_a_test_runs() -> None:
     """tests/workflow/test_module.py, on Slurm tests/slurm/test_workflow.py."""
     with_one = [(block.page, block.text) for block in FRAGMENTS if block.kind == "snakemake"]
     assert with_one == [("docs/workflow.md", WITH_OWN_RULES)]
 
 
-@pytest.mark.parametrize("block", of_kind("tsv"))
-def test_sheet_is_read_as_the_workflow_reads_it(block: Block, tmp_path: Path) -> None:
-    sheet = tmp_path / "runs.tsv"
+def read_sheet(block: Block, sheet: Path) -> None:
     sheet.write_text(block.text)
     runs = run_configs({"train": {"keep_every": 10000, "schedule": "wsd"}}, sheet)
     assert {name: config.parent for name, config in runs.items()} == {
@@ -291,9 +313,12 @@ def test_sheet_is_read_as_the_workflow_reads_it(block: Block, tmp_path: Path) ->
     }
 
 
-@pytest.mark.parametrize("block", of_kind("python"))
-def test_python_has_imports_and_calls_of_the_script_that_runs(block: Block) -> None:
-    """tests/workflow/test_lab_bert.py runs that script. A call with `...` leaves out arguments."""
+def test_each_sheet_is_read_as_the_workflow_reads_it(tmp_path: Path) -> None:
+    hold_for_each(of_kind("tsv"), partial(read_sheet, sheet=tmp_path / "runs.tsv"))
+
+
+def check_python(block: Block) -> None:
+    """A call with `...` leaves out arguments."""
     script = (ROOT / "config/labs/bert-cpu/train.py").read_text()
     here, there = (
         {
@@ -306,13 +331,21 @@ def test_python_has_imports_and_calls_of_the_script_that_runs(block: Block) -> N
     assert here and {text for text in here if "..." not in text} <= there
 
 
-@pytest.mark.parametrize("block", of_kind("mermaid"))
-def test_names_in_a_picture_are_there(block: Block) -> None:
-    """Rules and their order: tests/workflow/test_drawn_and_linted.py."""
+def test_each_python_has_imports_and_calls_of_the_script_that_runs() -> None:
+    """tests/workflow/test_lab_bert.py runs that script."""
+    hold_for_each(of_kind("python"), check_python)
+
+
+def check_picture(block: Block) -> None:
     for path in re.findall(r'\["([\w/]+\.?\w+)[":]', block.text):
         assert any((ROOT / part / path).exists() for part in ("", "forge")), path
     for names in re.findall(r"\w+(?: & \w+)+", block.text):
         assert all((ROOT / "forge" / name / "__init__.py").exists() for name in names.split(" & "))
+
+
+def test_names_in_each_picture_are_there() -> None:
+    """Rules and their order: tests/workflow/test_drawn_and_linted.py."""
+    hold_for_each(of_kind("mermaid"), check_picture)
 
 
 # --- samples of output ----------------------------------------------------------------------------
@@ -321,10 +354,19 @@ SOURCES = [*(ROOT / "forge").rglob("*.py"), *(ROOT / "config/labs").rglob("*.py"
 VALUE = r"(?<==)[^\s;]*|\S*\d\S*|…\S*"  # numbers, and what has one; what follows an equals sign
 
 
-@pytest.mark.parametrize("block", of_kind("text"))
-def test_sample_of_output_has_the_words_of_the_sources(block: Block) -> None:
-    """Every word of it that is no value."""
+@cache
+def said() -> str:
+    """All that the sources say."""
+    return "".join(path.read_text() for path in SOURCES)
+
+
+def check_sample(block: Block) -> None:
+    """Every word of it that is no value is one of the sources."""
     words = set(re.findall(r"[A-Za-z][\w.-]+", re.sub(VALUE, " ", block.text)))
     assert len(words) > 3
-    said = "".join(path.read_text() for path in SOURCES)
-    assert [word for word in sorted(words) if not re.search(rf"\b{re.escape(word)}\b", said)] == []
+    unsaid = [word for word in sorted(words) if not re.search(rf"\b{re.escape(word)}\b", said())]
+    assert not unsaid, f"no source says: {', '.join(unsaid)}"
+
+
+def test_each_sample_of_output_has_the_words_of_the_sources() -> None:
+    hold_for_each(of_kind("text"), check_sample)

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support.each import failures, hold_for_each
 
 from forge.core.config import Config
 from forge.core.machine import Machine
@@ -54,11 +55,17 @@ def sources() -> list[Path]:
 
 
 @cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Each file is parsed once."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
 def texts() -> list[str]:
     """Every text in the package's sources, what is filled in as a gap."""
     found = []
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.JoinedStr):
                 parts = (v.value if isinstance(v, ast.Constant) else GAP for v in node.values)
                 found.append("".join(map(str, parts)))
@@ -88,20 +95,36 @@ def quotes(body: str) -> Iterator[tuple[str, str]]:
 
 def is_said(quote: str) -> bool:
     """Whether a text of the sources holds the quote, whatever stands in its gaps."""
-    pattern = ".*".join(re.escape(part) for part in quote.split(GAP))
-    return any(re.search(pattern, text, re.DOTALL) for text in texts())
+    parts = quote.split(GAP)
+    return any(has_in_order(parts, text) for text in texts())
 
 
-@pytest.mark.parametrize("title", entries())
-def test_every_quoted_message_is_said(title: str) -> None:
-    found = list(quotes(entries()[title]))
-    assert found
-    for who, quote in found:
-        if who == "Forge":
-            assert sum(map(str.isalpha, quote)) > 5, f"fits everything: {quote}"
-            assert is_said(quote) or quote in COMPOSED, f"no source says: {quote}"
-        else:
-            assert quote in LIBRARIES[who], f"not known of {who}: {quote}"
+def has_in_order(parts: list[str], text: str) -> bool:
+    at = 0
+    for part in parts:
+        at = text.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
+    return True
+
+
+def check_quote(quoted: tuple[str, str]) -> None:
+    who, quote = quoted
+    if who == "Forge":
+        assert sum(map(str.isalpha, quote)) > 5, "fits everything"
+        assert is_said(quote) or quote in COMPOSED, "no source says it"
+    else:
+        assert quote in LIBRARIES[who], f"not known of {who}"
+
+
+def test_every_quoted_message_is_said() -> None:
+    quoted = {title: [*quotes(body)] for title, body in entries().items()}
+    assert [title for title, found in quoted.items() if not found] == [], "quote no message"
+    hold_for_each(
+        ((f"{title}: `{one[1]}`", one) for title, found in quoted.items() for one in found),
+        check_quote,
+    )
 
 
 # Quotes that are put together from several texts; each was seen as it stands.
@@ -123,20 +146,41 @@ COMPOSED = {
 }
 
 
-@pytest.mark.parametrize("title", entries())
-def test_every_entry_tells_cause_what_to_do_and_a_test_that_exists(title: str) -> None:
-    body = entries()[title]
-    assert all(f"\n{part}: " in body for part in ("Cause", "Do", "Test"))
+def check_entry(body: str) -> None:
+    for part in ("Cause", "Do", "Test"):
+        assert f"\n{part}: " in body, f"no `{part}: `"
     told = body.partition("\nTest: ")[2]
     tests = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", told)
-    assert tests or "not reproducible" in told
+    assert tests or "not reproducible" in told, "names no test"
     for path, name in tests:
         assert f"def {name}" in (ROOT / path).read_text(), f"{path} has no {name}"
+
+
+def test_every_entry_tells_cause_what_to_do_and_a_test_that_exists() -> None:
+    hold_for_each(entries().items(), check_entry)
 
 
 def test_a_message_that_nobody_says_is_noticed() -> None:
     assert is_said("could not join at") and is_said("port … (…) is in use on …")
     assert not is_said("ranks … are holding hands")
+    made_up = [("Forge", "ranks … are holding hands"), ("Forge", "…: …"), ("NCCL", "oom-kill")]
+    found = failures([(quote, (who, quote)) for who, quote in made_up], check_quote)
+    for line, what in zip(
+        found, ("no source", "fits everything", "not known of NCCL"), strict=True
+    ):
+        assert what in line
+
+
+def test_an_entry_without_its_parts_is_noticed() -> None:
+    parts = "\nCause: x\nDo: y\nTest: "
+    bodies = {
+        "a": "\nCause: x\nDo: y",
+        "b": f"{parts}none",
+        "c": f"{parts}`tests/unit/test_docs.py::test_gone`",
+    }
+    found = failures(bodies.items(), check_entry)
+    for line, what in zip(found, ("no `Test: `", "names no test", "has no test_gone"), strict=True):
+        assert what in line
 
 
 # --- environment ----------------------------------------------------------------------------------
@@ -175,7 +219,7 @@ def used_in_python(paths: list[Path]) -> set[str]:
     """Names in os.environ, all texts that look like a variable, and those in shell inside a text."""
     found: set[str] = set()
     for path in paths:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+", node.value):
                     found.add(node.value)
@@ -218,8 +262,9 @@ def documented(*, passed_through: bool) -> set[str]:
 
 
 def test_every_variable_is_in_the_table_and_no_other() -> None:
-    assert used() - documented(passed_through=False) == set(), "not in docs/environment.md"
-    assert documented(passed_through=False) - used() == set(), "nothing uses it"
+    there, documents = used(), documented(passed_through=False)
+    assert there - documents == set(), "not in docs/environment.md"
+    assert documents - there == set(), "nothing uses it"
 
 
 def test_libraries_read_what_is_passed_through() -> None:
@@ -248,27 +293,59 @@ def test_a_new_variable_is_noticed(tmp_path: Path, code: str, name: str) -> None
 # --- all pages ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
-    text = (ROOT / page).read_text()
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        if not target.startswith("http"):
-            assert (ROOT / page).parent.joinpath(target).exists(), f"{page}: {target}"
+def matches(pattern: str, page: str, text: str) -> Iterator[tuple[str, re.Match[str]]]:
+    """Each match with its `page:line`."""
+    for found in re.finditer(pattern, text):
+        yield f"{page}:{text.count(chr(10), 0, found.start()) + 1}", found
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_keys_that_are_named_exist(page: str) -> None:
-    """`train.keep_last` and the like."""
-    sections = {
+def dead_links(page: str, text: str) -> list[str]:
+    """`page:line: target` of each link to a file that is not there."""
+    return [
+        f"{place}: {found[1]}"
+        for place, found in matches(r"\]\(([^)#]+)\)", page, text)
+        if not found[1].startswith("http")
+        if not (ROOT / page).parent.joinpath(found[1]).exists()
+    ]
+
+
+def test_links_lead_somewhere() -> None:
+    dead = [link for page in PAGES for link in dead_links(page, (ROOT / page).read_text())]
+    assert not dead, "\n".join(["links to no file:", *dead])
+
+
+def unknown_keys(page: str, text: str) -> list[str]:
+    """`page:line: key` of each `train.keep_last` and the like that no section has."""
+    sections = keys_of_sections()
+    spans = matches(r"`(\w+)\.(\w+)(?=[:\s`])[^`\n]*`", page, text)
+    return [
+        f"{place}: {key[1]}.{key[2]}"
+        for place, key in spans
+        if key[1] in sections and key[2] not in FILES and key[2] not in sections[key[1]]
+    ]
+
+
+@cache
+def keys_of_sections() -> dict[str, set[str]]:
+    return {
         name: set(value)
         for model in (Config(), Machine())
         for name, value in model.model_dump(mode="json", by_alias=True).items()
         if isinstance(value, dict)
     }
-    for span in re.findall(r"`([^`\n]+)`", (ROOT / page).read_text()):
-        key = re.match(r"(\w+)\.(\w+)(?=[:\s]|$)", span)
-        if key and key[1] in sections and key[2] not in FILES:
-            assert key[2] in sections[key[1]], f"{page}: no key {key[0]}"
+
+
+def test_keys_that_are_named_exist() -> None:
+    unknown = [key for page in PAGES for key in unknown_keys(page, (ROOT / page).read_text())]
+    assert not unknown, "\n".join(["keys that no section has:", *unknown])
+
+
+def test_dead_link_and_unknown_key_are_noticed() -> None:
+    text = (
+        "[a](gpu.md#x), [b](gone.md)\n`train.keep_last: 2`\n`a`, `train.keep_lost: 2`, `train.yaml`"
+    )
+    assert dead_links("docs/data.md", text) == ["docs/data.md:1: gone.md"]
+    assert unknown_keys("docs/data.md", text) == ["docs/data.md:3: train.keep_lost"]
 
 
 def test_promises_of_security_name_tests_that_there_are() -> None:
