@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.each import hold_for_each
 from support.site_answers import nodes, partition, site
 
 from forge.cluster.site import SiteAnswers
@@ -270,9 +271,8 @@ def test_twin_of_a_recorded_site_has_all_its_partitions_and_kinds_of_nodes(path)
 ODD = ["a=b", "x#y", "-n", "a;b", "a`id`", 'a"b', "a\\", "é", "x" * 70, "DEFAULT", "all"]
 
 
-@pytest.mark.parametrize("name", ODD)
-@pytest.mark.parametrize("place", ["partition", "feature", "GPU type", "account", "QOS", "list"])
-def test_name_that_slurms_files_cannot_hold_is_refused(name, place):
+def check_odd_name(case):
+    name, place = case
     named = {
         "partition": "p",
         "feature": "f",
@@ -289,6 +289,12 @@ def test_name_that_slurms_files_cannot_hold_is_refused(name, place):
     )
     with pytest.raises(DataError, match="is no name that Slurm's files can hold"):
         twin_of(answers)
+
+
+def test_name_that_slurms_files_cannot_hold_is_refused():
+    places = ("partition", "feature", "GPU type", "account", "QOS", "list")
+    cases = ((f"{place} {name}", (name, place)) for place in places for name in ODD)
+    hold_for_each(cases, check_odd_name)
 
 
 def test_value_that_is_none_of_slurms_is_left_out():

@@ -4,6 +4,7 @@ import json
 from typing import get_args
 
 import pytest
+from support.each import hold_for_each
 
 from forge.core.config import (
     ALIASES,
@@ -33,14 +34,17 @@ def test_unknown_key_is_refused_with_the_valid_ones_and_a_guess():
     assert "warmup_steps" in str(caught.value)
 
 
-@pytest.mark.parametrize("alias", sorted(ALIASES))
-def test_name_of_other_software_is_answered_with_the_key_that_is_meant(alias):
+def check_alias(alias):
     section, _, key = ALIASES[alias].partition(".")
     names = type(getattr(Config(), section)).model_fields
     assert key in names and alias not in names
     with pytest.raises(ConfigError) as caught:
         config_of(**{f"{section}.{alias}": 1})
     assert f"unknown key {section}.{alias} (did you mean {key}?)" in str(caught.value)
+
+
+def test_each_name_of_other_software_is_answered_with_the_key_that_is_meant():
+    hold_for_each(((alias, alias) for alias in sorted(ALIASES)), check_alias)
 
 
 def test_key_of_another_section_is_named_with_it():
@@ -160,25 +164,34 @@ def keys_of(model, kind, prefix=""):
             yield dotted
 
 
-@pytest.mark.parametrize("value", ["inf", "-inf", "nan", ".inf", ".nan", "Infinity", "1e999"])
-@pytest.mark.parametrize(
-    ("load", "key"),
-    [(load_config, key) for key in keys_of(Config, float)]
-    + [(load_machine, key) for key in keys_of(Machine, float)],
-)
-def test_no_number_is_infinite(tmp_path, load, key, value):
-    """Infinity satisfies every lower bound: train.grad_clip=.inf passed, then ended in a traceback."""
+INFINITE = ["inf", "-inf", "nan", ".inf", ".nan", "Infinity", "1e999"]
+
+
+def check_infinite(case):
+    load, key, value = case
     with pytest.raises(ConfigError, match=f"{key} is '?{value.replace('1e999', 'inf')}'?: "):
         load("/dev/null", dict([parse_override(f"--{key}={value}")]))
     with pytest.raises(ConfigError, match=f"{key} is "):
         load("/dev/null", {key: float(value.replace(".", ""))})
 
 
-@pytest.mark.parametrize("key", [*keys_of(Config, int), *keys_of(Config, float)])
-def test_true_is_no_number(key):
-    """Else train.max_steps=true trains one step."""
+def test_no_number_is_infinite():
+    """Infinity satisfies every lower bound: train.grad_clip=.inf passed, then ended in a traceback."""
+    keys = [(load_config, key) for key in keys_of(Config, float)]
+    keys += [(load_machine, key) for key in keys_of(Machine, float)]
+    cases = ((f"{key}={value}", (load, key, value)) for load, key in keys for value in INFINITE)
+    hold_for_each(cases, check_infinite)
+
+
+def check_true(key):
     with pytest.raises(ConfigError, match=f"{key} is True: Input should be a number"):
         load_config("/dev/null", {key: True})
+
+
+def test_true_is_no_number():
+    """Else train.max_steps=true trains one step."""
+    keys = [*keys_of(Config, int), *keys_of(Config, float)]
+    hold_for_each(((key, key) for key in keys), check_true)
 
 
 @pytest.mark.parametrize("key", ["results", "data", "tokenizer.path", "tokenize.inputs"])

@@ -3,11 +3,13 @@
 import contextlib
 import json
 import time
+from functools import partial
 
 import pytest
 import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
+from support.each import hold_for_each
 
 from forge.core.config import (
     Config,
@@ -48,15 +50,19 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize(("text", "value"), WORDS.items())
-def test_word_is_the_same_value_in_file_cell_and_option(tmp_path, text, value):
-    file = tmp_path / "config.yaml"
+def check_word(word, file):
+    text, value = word
     file.write_text(f"key: {text}\nlist: [{text}]\nblock:\n  - {text}\n")
     assert read_values(file) == {"key": value, "list": [value], "block": [value]}
     assert read_cell(text) == value
     assert parse_override(f"--key={text}") == ("key", value)
     for seen in (read_values(file)["key"], read_cell(text)):
         assert type(seen) is type(value)
+
+
+def test_each_word_is_the_same_value_in_file_cell_and_option(tmp_path):
+    check = partial(check_word, file=tmp_path / "config.yaml")
+    hold_for_each(((text, (text, value)) for text, value in WORDS.items()), check)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import itertools
 
-import pytest
+from support.each import hold_for_each
 
 from forge.validation.estimates import (
     CPU_SEC,
@@ -13,14 +13,18 @@ from forge.validation.estimates import (
 )
 
 
-@pytest.mark.parametrize("world_size", [*range(1, 40), 127, 128, 1000])
-def test_first_and_last_rank_and_others_in_between_are_recomputed(world_size):
+def check_ranks(world_size):
     ranks = recomputed_ranks(world_size)
     assert len(ranks) == min(world_size, MAX_RECOMPUTED)
     assert (ranks[0], ranks[-1]) == (0, world_size - 1)
     gaps = [after - before for before, after in itertools.pairwise(ranks)]
     assert all(gap >= 1 for gap in gaps)
     assert not gaps or max(gaps) - min(gaps) <= 1
+
+
+def test_first_and_last_rank_and_others_in_between_are_recomputed():
+    sizes = (*range(1, 40), 127, 128, 1000)
+    hold_for_each(((f"{size} ranks", size) for size in sizes), check_ranks)
 
 
 def test_a_smaller_number_is_kept_to():
