@@ -83,7 +83,7 @@ class Recorder:
             info=self.said.append, warning=self.said.append, error=self.said.append
         )
         self.workflow = SimpleNamespace(
-            execution_settings=SimpleNamespace(latency_wait=0.5),
+            execution_settings=SimpleNamespace(latency_wait=60),
             scheduler=SimpleNamespace(error_callback=self.failure.append),
         )
 
@@ -278,6 +278,10 @@ def test_job_that_has_not_ended_is_kept(command, watch, info, state):
     assert check(watch, info) == [info] and not watch._executor.said
 
 
+def latency_has_passed(watch):
+    watch._executor.workflow.execution_settings.latency_wait = 0
+
+
 def test_completed_job_is_a_success(command, watch, info):
     lists(command, "COMPLETED")
     assert check(watch, info) == [] and watch._executor.success == [info.job]
@@ -292,7 +296,7 @@ def test_output_of_an_earlier_job_is_no_success_of_a_forgotten_one(command, watc
     info.job.output[0].write_text("{}")
     watch.submit(info.job)
     assert check(watch, info) == [info]
-    time.sleep(0.6)  # longer than latency_wait
+    latency_has_passed(watch)
     assert check(watch, info) == [] and watch._executor.failure == [info.job]
     assert "job 17 (rule validate_run, run base) is no longer known" in watch._executor.said[-1]
     assert "did not write its outputs" in watch._executor.said[-1]
@@ -302,7 +306,7 @@ def test_forgotten_job_without_a_record_fails_by_name_and_is_not_asked_for_forev
     command, watch, info
 ):
     assert check(watch, info) == [info]  # its files may show up late
-    time.sleep(0.6)
+    latency_has_passed(watch)
     assert check(watch, info) == [] and watch._executor.failure == [info.job]
     assert "left no" in watch._executor.said[-1] and "validated.json" in watch._executor.said[-1]
 
@@ -439,21 +443,33 @@ def test_pause_is_short_even_and_over_at_once_at_the_end(watch):
     assert time.monotonic() - began < job_watch.POLL_SEC / 2
 
 
+@pytest.fixture
+def now(monkeypatch):
+    """A function that tells the time of the watch, which only its pauses move on."""
+    passed = [0.0]
+
+    async def pause(seconds):
+        passed[0] += seconds
+
+    clock = {**vars(time), "monotonic": lambda: passed[0]}
+    monkeypatch.setattr(job_watch, "time", SimpleNamespace(**clock))
+    monkeypatch.setattr(job_watch, "asyncio", SimpleNamespace(sleep=pause))
+    return lambda: passed[0]
+
+
 def test_slurm_is_asked_soon_but_not_for_ever_about_a_job_that_has_written_its_outputs(
-    command, watch, info, monkeypatch
+    command, watch, info, now
 ):
     lists(command, "RUNNING")
     assert check(watch, info) == [info]
     Path(info.job.output[0]).write_text("{}")
-    began = time.monotonic()
     for _ in range(job_watch.QUICK_CHECKS):
         asyncio.run(watch.sleep())
         assert check(watch, info) == [info]
-    assert time.monotonic() - began < job_watch.QUICK_CHECKS * job_watch.POLL_SEC / 2
-    monkeypatch.setattr(job_watch, "POLL_SEC", 1.5)
-    began = time.monotonic()
+    assert 0 < now() < job_watch.QUICK_CHECKS * job_watch.POLL_SEC / 2
+    began = now()
     asyncio.run(watch.sleep())
-    assert time.monotonic() - began >= 1.5
+    assert now() - began >= job_watch.POLL_SEC
 
 
 def test_of_many_outputs_each_folder_is_listed_once_and_none_is_looked_at_after_a_missing_one(

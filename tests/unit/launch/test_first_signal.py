@@ -9,13 +9,13 @@ import time
 # As torchrun: starts ranks, waits for them. As a rank: installs its handler late, and saves slowly.
 RANK = """
 import signal, time
-time.sleep(1.5)
+time.sleep(0.5)
 got = []
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda n, _: got.append(n))
 while not got:
     time.sleep(0.02)
-time.sleep(1.5)
+time.sleep(0.5)
 print("saved\\n", end="", flush=True)  # one write: ranks share the pipe
 """
 TORCHRUN = """
