@@ -5,7 +5,8 @@ Found are operations on the wrong device, waits of the host (a number that is re
 memory that is not pinned), and races between streams, or between a stream and the host. Not simulated:
 values, NCCL's own streams, memory that the allocator uses again.
 
-`install` replaces functions of torch.cuda for good, so that each case runs in a process of its own.
+`install` replaces functions of torch.cuda for good, so that cases run in children of a process without
+tests.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from typing import Any, ClassVar
 
 from support.simulated_gpu.clocks import HOST, Accesses, Actor, Clock, Order
 
+import forge
+
+FORGE = f"{Path(forge.__file__).parent}/"  # a checkout may have this name, too
 GIB = 2**30
 GPU_NAME, CAPABILITY, MEMORY = "NVIDIA H100 80GB HBM3", (9, 0), 80 * GIB
 
@@ -111,8 +115,8 @@ def _lines() -> str:
     places = []
     for frame in reversed(traceback.extract_stack(limit=80)):
         path = frame.filename
-        if "/forge/" in path or "/fsdp/" in path or "/torch/optim/" in path:
-            short = path.rpartition("/forge/")[2] if "/forge/" in path else Path(path).name
+        if path.startswith(FORGE) or "/fsdp/" in path or "/torch/optim/" in path:
+            short = path.removeprefix(FORGE) if path.startswith(FORGE) else Path(path).name
             places.append(f"{short}:{frame.lineno}")
     return " < ".join(places[:3]) or "outside of Forge"
 

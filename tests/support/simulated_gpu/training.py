@@ -1,16 +1,22 @@
-"""`python -m support.simulated_gpu.training CASE`: training steps on a simulated GPU. CASE and what was
-found are JSON.
+"""`python -m support.simulated_gpu.training GUARD`: training steps on a simulated GPU.
 
-The rank trains with others of the process group `fake`, whose collectives return at once.
+Each line of standard input is a case, each line of standard output what was found, or null; both are
+JSON. GUARD is the library made of guard.cpp. A case runs in a child of this process, which has imported
+torch and never computed. The rank trains with others of the process group `fake`, whose collectives
+return at once.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import signal
 import sys
+import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from support.simulated_gpu import faults
 from support.simulated_gpu.device import Findings, SimulatedGpu, install
@@ -18,8 +24,23 @@ from support.simulated_gpu.device import Findings, SimulatedGpu, install
 from forge.core.config import Config
 from forge.core.memory import Shape
 
-STEPS = 3
 VOCABULARY = 512
+DEADLINE_SEC = 300
+# What a case would import in its own time, longer than it trains.
+IMPORTED = (
+    *(
+        "torch._dynamo",
+        "torch._inductor.utils",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+    ),
+    *(
+        "torch.testing._internal.distributed.fake_pg",
+        "support.gpu",
+        "support.simulated_gpu.recorder",
+    ),
+    *("forge.checkpoint.storage", "forge.trainer.loop"),
+)
 
 
 @dataclass(frozen=True)
@@ -30,12 +51,17 @@ class Case:
     beside each step. fault: a function of `faults`; "" for none.
     """
 
-    guard: str
     ranks: int = 8
     train: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     saves: bool = False
     fault: str = ""
+
+    @property
+    def steps(self) -> int:
+        """One to warm up, and one that reads its results. A save begins after this one, and is waited for
+        by that of a third."""
+        return 3 if self.saves else 2
 
     @property
     def ranks_per_node(self) -> int:
@@ -54,12 +80,31 @@ def shape_of(case: Case) -> Shape:
 
 
 def main() -> None:
-    case = Case(**json.loads(sys.argv[1]))
-    gpu = SimulatedGpu(Path(case.guard))
+    gpu = SimulatedGpu(Path(sys.argv[1]))
     install(gpu)
-    if case.fault:
-        getattr(faults, case.fault)()
-    json.dump([vars(findings) for findings in _train(gpu, case)], sys.stdout)
+    for name in IMPORTED:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            _answer(gpu, Case(**json.loads(line)))
+        if os.waitpid(child, 0)[1]:
+            print("null", flush=True)
+
+
+def _answer(gpu: SimulatedGpu, case: Case) -> NoReturn:
+    """In the child: its line, or a traceback, and the end of the process."""
+    signal.alarm(DEADLINE_SEC)
+    status = 1
+    try:
+        if case.fault:
+            getattr(faults, case.fault)()
+        print(json.dumps([vars(findings) for findings in _train(gpu, case)]), flush=True)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 def _train(gpu: SimulatedGpu, case: Case) -> list[Findings]:
@@ -80,7 +125,7 @@ def _train(gpu: SimulatedGpu, case: Case) -> list[Findings]:
         step, saver = _made(gpu, config, mode, case)
         assert {p.device for p in step.parallel.decoder.parameters()} == {torch.device("cuda", 0)}
         launched = None
-        for number in range(STEPS):
+        for number in range(case.steps):
             gpu.clear()
             try:
                 before, launched = launched, step(number, lambda: [0.0, 0.0, 1.0])

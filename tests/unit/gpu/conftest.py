@@ -1,4 +1,4 @@
-"""Training steps on a simulated GPU, each case in a process of its own: `support.simulated_gpu`."""
+"""Training steps on a simulated GPU, each case in a forked process: `support.simulated_gpu`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,7 @@ from support.simulated_gpu.device import Findings
 
 TESTS = Path(__file__).parents[2]
 SOURCE = TESTS / "support" / "simulated_gpu" / "guard.cpp"
-DEADLINE_SEC = 300
-
-
-def _run(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, check=False, capture_output=True, text=True, timeout=DEADLINE_SEC, **options
-    )
+COMPILED_SEC = 300
 
 
 @pytest.fixture(scope="session")
@@ -39,25 +33,39 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root, library = Path(torch.__path__[0]), tmp_path_factory.mktemp("guard") / "guard.so"
     command = [compiler, "-std=c++20", "-O1", "-shared", "-fPIC", f"-I{root}/include"]
     command += [f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-o", str(library), str(SOURCE)]
-    done = _run([*command, "-lc10", "-ltorch_cpu"])
+    done = subprocess.run(
+        [*command, "-lc10", "-ltorch_cpu"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=COMPILED_SEC,
+    )
     assert done.returncode == 0, done.stderr
     return library
 
 
 @pytest.fixture(scope="session")
-def simulate(guard: Path) -> Callable[..., Findings]:
+def simulate(
+    guard: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Findings]]:
     """Findings of the last of some steps of a Case, by its fields; each case is run once."""
+    errors = tmp_path_factory.mktemp("simulated") / "errors"
+    paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
+    command = [sys.executable, "-m", "support.simulated_gpu.training", str(guard)]
+    pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONPATH": paths}
+    with (
+        open(errors, "w") as stderr,
+        subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=stderr, text=True, env=environment
+        ) as server,
+    ):
 
-    @cache
-    def run(case: str) -> list[dict[str, Any]]:
-        paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
-        command = [sys.executable, "-m", "support.simulated_gpu.training", case]
-        done = _run(command, env={**os.environ, "PYTHONPATH": paths})
-        assert done.returncode == 0, done.stderr
-        found: list[dict[str, Any]] = json.loads(done.stdout)
-        return found
+        @cache
+        def run(case: str) -> list[dict[str, Any]]:
+            assert server.stdin and server.stdout
+            print(case, file=server.stdin, flush=True)
+            found: list[dict[str, Any]] | None = json.loads(server.stdout.readline() or "null")
+            assert found, errors.read_text()
+            return found
 
-    def simulated(**case: Any) -> Findings:
-        return Findings(**run(json.dumps({"guard": str(guard), **case}))[-1])
-
-    return simulated
+        yield lambda **case: Findings(**run(json.dumps(case))[-1])

@@ -71,7 +71,7 @@ def test_collectives_are_those_that_forge_plan_counts(simulate, train, model):
     """Blocks are gathered for forward and backward, both ends once, in every micro-batch; gradients are
     reduced in every micro-batch, over the copies of the model in the last one only."""
     step = simulate(train=train, model=model)
-    planned = collectives.of_step(shape_of(Case("", train=train, model=model)))
+    planned = collectives.of_step(shape_of(Case(train=train, model=model)))
     for name in get_args(collectives.Name):
         entries = [entry for entry in planned if entry.name == name]
         assert step.operations.get(name, 0) == sum(entry.number for entry in entries)
@@ -101,6 +101,6 @@ def test_sizes_to_start_from_train_without_a_wait_at_their_real_widths(simulate,
     train = {**keys, "batch_size": ranks, "micro_batch_size": 1, "seq_len": 256, "compile": False}
     step = simulate(ranks=ranks, train=train, model=model)
     assert (step.races, step.wrong_devices, step.waits) == ([], [], [])
-    planned = collectives.of_step(shape_of(Case("", ranks=ranks, train=train, model=model)))
+    planned = collectives.of_step(shape_of(Case(ranks=ranks, train=train, model=model)))
     moved = sum(entry.num_bytes for entry in planned if entry.name == "reduce-scatter")
     assert step.moved["reduce-scatter"] == moved
