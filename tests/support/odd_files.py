@@ -16,10 +16,12 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 from support.recorded_run import interrupted_run
 
 from forge.cli import main
+from forge.reporting import charts
 
 SEC, MEMORY_BYTES = 30, 2**31  # the second beyond what the process has before
 RUN = Path("results/base")
@@ -34,6 +36,8 @@ FILES = (
     *("config.json", "trained.json", "validation.json", "metrics.jsonl", "events.jsonl", ".lock"),
     *("logs/train.log", "checkpoints/latest", "checkpoints/step-00000200/checkpoint.json"),
 )
+# What charts show: with any other file they are those of the good run, and cost most of the time.
+DRAWN = ("metrics.jsonl", "events.jsonl")
 WRONG = {"format": 1, "run": "a\nb\x1b[31m", "train": [1], "step": "x", "ids": 7, "program": "p"}
 
 
@@ -94,17 +98,23 @@ def call_all(folder: Path) -> None:
     ]
     limit_memory()  # now that everything is imported
     for name in FILES:
-        for kind, make in KINDS.items():
-            shutil.rmtree(RUN)
-            shutil.copytree(good, RUN, symlinks=True)
-            path = RUN / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-            make(path)
-            for command in COMMANDS:
-                if bad := trouble_of(command):
-                    found.append(f"{name} is a {kind}: {command[0]}: {bad}")
+        undrawn = mock.patch.object(charts, "_svg", lambda *_: "<svg/>")
+        with contextlib.nullcontext() if name in DRAWN else undrawn:
+            for kind in KINDS:
+                found += troubles(good, name, kind)
     print(*found, len(found), sep="\n")
+
+
+def troubles(good: Path, name: str, kind: str) -> list[str]:
+    """What is wrong with how commands end on a copy of the good run with one odd file."""
+    shutil.rmtree(RUN)
+    shutil.copytree(good, RUN, symlinks=True)
+    path = RUN / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    KINDS[kind](path)
+    ended = ((command[0], trouble_of(command)) for command in COMMANDS)
+    return [f"{name} is a {kind}: {subcommand}: {bad}" for subcommand, bad in ended if bad]
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,8 @@ from forge.staging.environment import EnvironmentPart
 
 JOB = Job("7", "RUNNING", 0, ("n1", "n2"), 1, "partition", "forge", True, None)
 PLACEMENT = Placement(("n1", "n2"), JOB)
+# Tens of thousands of files, which are listed once.
+python_of_this_host = cache(environment._python)
 
 
 def on_this_host(placement, script, arguments, *_):
@@ -119,7 +121,7 @@ def test_link_that_leads_nowhere_is_replaced(put, source):
 
 
 def test_linked_python_and_project_are_those_that_the_node_sees(put):
-    python = put(environment._python(), [])
+    python = put(python_of_this_host(), [])
     code = put(environment._code(), [], python=python)
     asks = "import forge, sys; print(forge.__file__, sys.prefix)"
     done = subprocess.run(
@@ -144,6 +146,7 @@ def test_project_is_marked_as_used_by_the_run_unless_it_is_kept(
 
     monkeypatch.setattr(environment, "_on_each", on_this_host)
     monkeypatch.setattr(environment, "_put", put)
+    monkeypatch.setattr(environment, "_python", python_of_this_host)
     values = {"run": "mine", "program": {"command": ["x"], "source": str(source)}}
     machine = load_machine(None, {"stage.keep": keep, "stage.project": True})
     project = environment.stage_project(checked(Config, values, "config"), machine, PLACEMENT)
