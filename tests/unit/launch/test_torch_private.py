@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 import forge
 from forge.launch import torch_private
 
+ROOTS = ("torch", "dist", "dcp")  # names of torch and of its modules
 # By private name: what Forge uses it for, and what to use instead.
 INSTEAD = {
     "torch._foreach_norm": "is_finite of checkpoint/storage.py: one torch.linalg.vector_norm a tensor,"
@@ -78,6 +80,8 @@ def test_the_check_sees_private_names(line: str, name: str) -> None:
 
 def private(text: str) -> Iterator[str]:
     """Names of torch in imports and expressions that have an underscore before one of their parts."""
+    if not re.search(rf"\b({'|'.join(ROOTS)})\b", text):
+        return  # most modules: writing out each of their expressions takes seconds
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -87,5 +91,5 @@ def private(text: str) -> Iterator[str]:
             names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
         for name in names:
             root, _, rest = name.partition(".")
-            if root in ("torch", "dist", "dcp") and "._" in f".{rest}" and rest != "__version__":
+            if root in ROOTS and "._" in f".{rest}" and rest != "__version__":
                 yield name
