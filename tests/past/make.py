@@ -126,6 +126,7 @@ def make_inside_clone(commit: str) -> None:
     """Start this script again, with the commit's own environment and under another host name."""
     if not CLONE.exists():
         subprocess.run(["git", "clone", "-q", HERE.parents[1], CLONE], check=True)
+    subprocess.run(["git", "fetch", "-q"], cwd=CLONE, check=True)  # of an earlier fixture
     subprocess.run(["git", "checkout", "-q", commit], cwd=CLONE, check=True)
     subprocess.run(["make", "setup", "EXTRAS=dev"], cwd=CLONE, check=True)
     script = f'hostname {HOST} && exec "$@"'

@@ -9,12 +9,36 @@ from pathlib import Path
 import pytest
 from support.live_run import forge
 from support.past import LOSS_TOLERANCE, compares_bits
+from support.run_directory import unnamed
 
-from forge.core import json_lines, provenance
+from forge.core import events, json_lines, provenance
 from forge.core.config import ResolvedConfig, checked
 from forge.core.files import read_json
+from forge.core.records import (
+    Exported,
+    PreflightPass,
+    PreflightResult,
+    Record,
+    Reproduced,
+    StageRecord,
+    Trained,
+    Validated,
+    Validation,
+)
 
 RUNS = ("finished", "interrupted", "sealed", "queued")
+RECORDS: dict[str, type[Record]] = {
+    "trained.json": Trained,
+    "validated.json": Validated,
+    "validation.json": Validation,
+    "exported.json": Exported,
+    "reproduced.json": Reproduced,
+    "preflight.json": PreflightResult,
+    ".allocation/stage.json": StageRecord,
+    ".allocation/preflight.json": PreflightPass,
+}
+# By run, so that a record under another name is missed.
+NUM_RECORDS = {"finished": 6, "interrupted": 3, "sealed": 4, "queued": 0}
 
 
 def config_of(run: Path) -> ResolvedConfig:
@@ -62,7 +86,19 @@ def test_config_digest_is_the_recorded_one(past, name):
     assert provenance.config_digest(config) == past.recorded[name]["config_digest"]
 
 
-def test_files_of_a_finished_run_are_read(project_of, capsys):
+@pytest.mark.parametrize("name", RUNS)
+def test_files_of_a_run_have_their_names_and_records_and_events_are_read(past, name):
+    run = past.folder / name / "results" / name
+    assert unnamed(run) == set()
+    there = {file: record for file, record in RECORDS.items() if (run / file).exists()}
+    found = [record.read(run / file) for file, record in there.items()]
+    assert len(found) == NUM_RECORDS[name]
+    log = run / "events.jsonl"
+    known = [type(event).__name__.lower() for event in events.read(log)]
+    assert known == [line["event"] for line in json_lines.read(log)]
+
+
+def test_a_finished_run_is_shown_as_validated(project_of, capsys):
     project = project_of("finished")
     with contextlib.chdir(project.root):
         assert forge("status").code == 0
