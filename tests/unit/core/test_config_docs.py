@@ -15,6 +15,8 @@ from forge.core.errors import ConfigError
 from forge.core.machine import Machine
 from tools.config_docs import PREDICATES, ROOT, SCHEMAS, TABLES, drifted, keys_text, main
 
+pytestmark = pytest.mark.tools
+
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:

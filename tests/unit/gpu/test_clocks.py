@@ -3,6 +3,8 @@
 import pytest
 from support.simulated_gpu.clocks import HOST, Accesses, Order
 
+pytestmark = pytest.mark.all
+
 WEIGHTS = 7  # a storage
 
 

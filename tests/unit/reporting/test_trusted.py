@@ -238,6 +238,7 @@ def asked() -> Iterator[tuple[str, list[str | None]]]:
         server.shutdown()
 
 
+@pytest.mark.all  # the user's own address is asked by MLflow
 def test_address_beside_the_results_gets_no_token(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
