@@ -52,7 +52,7 @@ test-tools: .venv/with-dev
 
 # Renews tests/times.tsv: the seconds of every test, by which files are put in order. On an idle machine.
 test-times: .venv/with-dev
-	$(TEST) --times tests/times.tsv
+	$(TEST) --times=tests/times.tsv
 
 # Every fault at every point, and random ones, whose seed is printed; renews the tables of docs/faults.md.
 faults: export FORGE_FAULTS := all
