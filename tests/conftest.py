@@ -11,6 +11,8 @@ from support import circles
 
 from forge.core.process import stop_with_parent
 
+pytest_plugins = ("support.surroundings",)
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--times", metavar="FILE", help="write the seconds of every test to FILE")

@@ -7,13 +7,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from support.pages import commands_of
+from support.repository import REPOSITORY
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -25,7 +25,6 @@ from forge.launch.process_group import World
 
 pytestmark = pytest.mark.tools
 
-REPOSITORY = Path(__file__).parents[2]
 TINY, SHARD = QUICK
 MAKERS = {
     "nanoGPT": nanogpt.nanogpt_step,

@@ -13,6 +13,7 @@ import pytest
 import yaml
 from support.batches import PAUSED, batches, record_and_pause, record_batches, windows_of
 from support.live_run import TINY, TWO_RANKS, forge, make_run, wait_until
+from support.repository import REPOSITORY
 
 from forge.checkpoint import resume
 from forge.checkpoint.directory import Checkpoint
@@ -20,7 +21,7 @@ from forge.core import json_lines
 from forge.core.files import read_json
 from forge.core.paths import checkpoint_name, tokens_folder
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = REPOSITORY / "docs"
 SEQ_LEN, BATCH, GOAL, CHANGE = 64, 8, 24, 10  # so long that no window is in both sources
 MIX = [{"step": 0, "code": 0.75, "docs": 0.25}, {"step": CHANGE, "code": 1, "docs": 3}]
 TRAIN = {

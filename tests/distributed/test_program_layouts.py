@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 from support.live_run import TWO_RANKS, Run, wait_until
+from support.repository import REPOSITORY
 from test_programs import starts
 
 from forge.core.errors import Exit
 from forge.core.files import read_json
 
-LABS = Path(__file__).parents[2] / "config/labs"
+LABS = REPOSITORY / "config/labs"
 STAND_IN = Path(__file__).parents[1] / "support/programs/dcp_layouts.py"
 GOAL = 15
 ENDLESS = 10**6  # stopped before

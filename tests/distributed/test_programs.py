@@ -11,6 +11,7 @@ import psutil
 import pytest
 import yaml
 from support.live_run import Run, forge, ranks, wait_until
+from support.repository import REPOSITORY
 
 from forge.attestation.verify import VerificationError, verify
 from forge.checkpoint.sealed import ProgramCheckpoints, Seal
@@ -22,7 +23,7 @@ from forge.core.program_settings import Checkpoints
 from forge.reporting.history import read_history
 
 COUNT = Path(__file__).parents[1] / "support/programs/count.py"
-LAB = Path(__file__).parents[2] / "config/labs/six-nodes"
+LAB = REPOSITORY / "config/labs/six-nodes"
 GOAL = 20
 ENDLESS = 10**6  # stopped before
 TWO_RANKS = ("--machine.launcher=torchrun", "--ranks-per-node=2")

@@ -4,15 +4,15 @@ each other: the script of config/labs/six-nodes, under `forge train`."""
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 from support.live_run import Run
+from support.repository import REPOSITORY
 
 from forge.core.files import read_json
 
-LAB = Path(__file__).parents[2] / "config/labs/six-nodes"
+LAB = REPOSITORY / "config/labs/six-nodes"
 STEPS = 20
 
 

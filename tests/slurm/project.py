@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from support.repository import REPOSITORY
 
-from tools.slurm_cluster.cluster import REPOSITORY, Cluster
+from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.inside import Inside
 from tools.slurm_cluster.machines import wait_until
 

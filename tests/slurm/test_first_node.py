@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.repository import REPOSITORY
 
 from forge.core import json_lines
 from forge.core.files import read_json
@@ -24,7 +25,6 @@ from .job_run import MOST_LOST, PAUSE_FOLDER, PAUSES, Uninterrupted, machine
 from .project import Project
 from .test_programs import COMMANDS, LABS, ProgramRun, download
 
-REPOSITORY = Path(__file__).parents[2]
 FIRST_NODE = {"stage": {"project": "auto", "results": "first_node"}}
 
 

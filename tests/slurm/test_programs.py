@@ -19,6 +19,7 @@ import pytest
 import yaml
 from support.bert_hub import repositories
 from support.hub import served
+from support.repository import CLONE
 
 from forge.core import json_lines
 from forge.core.files import read_json
@@ -28,7 +29,7 @@ from tools.slurm_cluster.machines import wait_until
 from . import labs_table
 from .job_run import JobRun, forge
 
-LABS = Path(__file__).parents[2] / "config/labs"
+LABS = CLONE / "config/labs"
 INTERVAL = 20  # steps between checkpoints
 COMMANDS = {  # for as long as the test wants
     "six-nodes": ["--steps", "1000000", "--save-every", str(INTERVAL), "--sleep", "0.05"],

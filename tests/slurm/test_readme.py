@@ -12,9 +12,10 @@ import pytest
 import yaml
 from support.clone import link_environment
 from support.pages import blocks, commands_of
+from support.repository import REPOSITORY
 
 from forge.core.files import read_json
-from tools.slurm_cluster.cluster import REPOSITORY, Cluster
+from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
 from .job_run import TINY_CONFIG, Progress

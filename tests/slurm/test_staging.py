@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.repository import REPOSITORY
 
 from forge.cluster import exclude
 from forge.data.inputs import source_digest
@@ -224,7 +225,7 @@ def test_node_whose_slurmd_hangs_is_named_and_holds_up_nobody(allocate):
 def lean_project(shared_folder: Path) -> Path:
     """A folder with Forge's code and an environment that has only what its nodes' part needs."""
     project = shared_folder / "project"
-    shutil.copytree(Path(__file__).parents[2] / "forge", project / "forge")
+    shutil.copytree(REPOSITORY / "forge", project / "forge")
     make = [sys.executable, "-m", "venv", "--without-pip", "--symlinks", str(project / ".venv")]
     subprocess.run(make, check=True)
     target = project / ".venv" / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)

@@ -16,12 +16,13 @@ import pytest
 import yaml
 from support.clone import link_environment
 from support.pages import commands_of
+from support.repository import REPOSITORY
 from support.site_answers import nodes, partition, site
 
 from forge.cluster.site import SiteAnswers
 from forge.core.files import write_json
 from tools.slurm_cluster import __main__
-from tools.slurm_cluster.cluster import REPOSITORY, Cluster, base_folder, fields
+from tools.slurm_cluster.cluster import Cluster, base_folder, fields
 from tools.slurm_cluster.inside import login_environment
 from tools.slurm_cluster.machines import ClusterError, wait_until
 from tools.slurm_cluster.twin import fit_for_here, twin_of

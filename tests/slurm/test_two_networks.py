@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.repository import CLONE
 
 from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 
 from .job_run import Progress, machine
 
-LAB = Path(__file__).parents[2] / "config/labs/six-nodes"
+LAB = CLONE / "config/labs/six-nodes"
 STEPS, INTERVAL = 20, 10
 
 

@@ -3,11 +3,11 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
+
+from support.repository import REPOSITORY
 
 from bench.__main__ import PARTS
 
-REPOSITORY = Path(__file__).parents[2]
 ON_SLURM = {"stage", "pipeline", "recovery"}  # each brings up a test cluster of its own
 
 

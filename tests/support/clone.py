@@ -17,8 +17,8 @@ import psutil
 import pytest
 import yaml
 from support.processes import running
+from support.repository import REPOSITORY
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 STDLIB = Path(os.__file__).parent
 TEXTS = ("abc", "argparse", "ast", "bisect", "calendar", "cmd", "codecs", "copy", "csv", "difflib")
 DEADLINE_SEC = 400

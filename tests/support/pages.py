@@ -11,11 +11,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 
 from markdown_it import MarkdownIt
+from support.repository import REPOSITORY as ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGES = tuple(
     str(path.relative_to(ROOT))
     for pattern in ("*.md", "docs/*.md", "profiles/*.md", "config/*.md", "config/labs/*/*.md")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from support.each import failures, hold_for_each
+from support.repository import REPOSITORY as ROOT
 
 from forge.core.config import Config
 from forge.core.machine import Machine
-from tools.config_docs import ROOT
 
 pytestmark = pytest.mark.tools
 

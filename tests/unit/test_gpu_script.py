@@ -2,13 +2,13 @@
 
 import os
 import subprocess
-from pathlib import Path
 
 import pytest
+from support.repository import REPOSITORY
 
 pytestmark = pytest.mark.tools
 
-SCRIPT = Path(__file__).parents[2] / "tools" / "gpu.sh"
+SCRIPT = REPOSITORY / "tools" / "gpu.sh"
 
 # Answers the script's question about imports and the GPU, and notes how it is called for the checks.
 PYTHON = """#!/bin/sh

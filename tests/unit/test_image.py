@@ -2,13 +2,12 @@
 
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
+from support.repository import REPOSITORY as ROOT
 
 pytestmark = pytest.mark.tools
 
-ROOT = Path(__file__).parents[2]
 PODMAN = (ROOT / "Containerfile").read_text()
 APPTAINER = (ROOT / "forge.def").read_text()
 SCRIPT = "tools/make_image.sh"

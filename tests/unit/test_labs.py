@@ -1,15 +1,14 @@
 """The configs in config/labs: they are valid, their READMEs name them, and start what they say."""
 
 import importlib.util
-from pathlib import Path
 
 import pytest
+from support.repository import REPOSITORY as ROOT
 
 from forge.core.config import load_config, read_values
 from forge.core.program_settings import filled
 from forge.core.sample_sheet import run_configs
 
-ROOT = Path(__file__).parents[2]
 LABS = sorted(path.name for path in (ROOT / "config/labs").iterdir())
 VALUES = {"run": "/r/x", "checkpoints": "/r/x/checkpoints", "goal": 100, "resume": "/r/c"}
 

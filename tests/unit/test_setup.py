@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.repository import REPOSITORY as ROOT
 
 pytestmark = pytest.mark.tools
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tools" / "setup.sh"
 CHECKED = "--constraint constraints.txt --constraint hashes.txt --build-constraints hashes.txt"
 

@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.repository import REPOSITORY
 
 from tools.slurm_cluster.cluster import Cluster, base_folder, why_not
 from tools.slurm_cluster.machines import ClusterError
 from tools.slurm_cluster.settings import NodeKind, Settings, other_files, slurm_conf
 
 pytestmark = pytest.mark.tools
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture

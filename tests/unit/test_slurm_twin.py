@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.each import hold_for_each
+from support.repository import CLONE
 from support.site_answers import nodes, partition, site
 
 from forge.cluster.site import SiteAnswers
@@ -18,7 +19,6 @@ from tools.slurm_cluster.twin import fit_for_here, twin_of
 
 pytestmark = pytest.mark.tools
 
-REPOSITORY = Path(__file__).parents[2]
 GPUS = "gpu:nvidia_h100_80gb_hbm3:4(S:0-1)"
 
 
@@ -250,7 +250,7 @@ def test_keys_that_the_slurm_here_does_not_know_are_left_out_and_named():
     assert fit_for_here(fitting) == (fitting, [])
 
 
-SITES = sorted((REPOSITORY / "tests/unit/cluster/sites").glob("*.json"))
+SITES = sorted((CLONE / "tests/unit/cluster/sites").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", SITES, ids=[path.stem for path in SITES])
@@ -369,7 +369,7 @@ def test_bad_file_is_refused_in_a_line_and_nothing_starts(tmp_path, which, gpu_s
     done = subprocess.run(
         ["make", "-o", ".venv/ready", "slurm-up", f"TWIN={path}"],
         env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "FORGE_SLURM_DIR": str(base)},
-        cwd=REPOSITORY,
+        cwd=CLONE,
         capture_output=True,
         text=True,
         check=False,
@@ -385,7 +385,7 @@ def test_nodes_and_twin_exclude_each_other(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "tools.slurm_cluster", "--nodes", "3", "up", "--twin", "x.json"],
         env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "FORGE_SLURM_DIR": str(tmp_path / "s")},
-        cwd=REPOSITORY,
+        cwd=CLONE,
         capture_output=True,
         text=True,
         check=False,

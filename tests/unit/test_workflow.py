@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.repository import REPOSITORY
 
 from forge import workflow
 from forge.cluster.placement import WorldLayout
@@ -429,7 +430,7 @@ def test_nodes_that_the_sheet_has_as_well_are_refused_by_the_cell(given):
 
 def test_every_word_of_a_rules_shell_line_is_quoted():
     """Blanks and shell characters in the path of a profile must be no words and no commands."""
-    rules = sorted((Path(__file__).parents[2] / "workflow").rglob("*.smk"))
+    rules = sorted((REPOSITORY / "workflow").rglob("*.smk"))
     lines = [part for rule in rules for part in re.split(r"\n    shell:\n", rule.read_text())[1:]]
     words = [word for line in lines for word in re.findall(r"{[^{}]+}", line.split("\n\n")[0])]
     assert len(words) > 30

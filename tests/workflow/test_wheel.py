@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from support.clone import REPOSITORY, TINY, Project
+from support.clone import TINY, Project
+from support.repository import CLONE, REPOSITORY, files_of_project
 
 BUILD = "import sys; from setuptools.build_meta import build_{0}; build_{0}(sys.argv[1])"
 EXECUTOR = "--forge-reservation"  # an option of it, in the help of Snakemake
@@ -143,10 +144,7 @@ def test_installed_wheel_has_the_workflow_and_makes_a_project_that_trains(
 
 
 def tracked_files() -> list[str]:
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    return [name for name in listed if (REPOSITORY / name).is_file()]
+    return [name for name in files_of_project(CLONE) if (REPOSITORY / name).is_file()]
 
 
 def files_below(folder: Path) -> set[Path]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 from support import manifests
+from support.repository import REPOSITORY
 
 from forge.checkpoint import directory, family, parent
 from forge.checkpoint.manifest import SkippedSteps
@@ -80,7 +80,7 @@ def test_latest_of_a_run_that_is_nowhere_is_refused(rows):
 
 
 def test_sheet_of_the_documentation_is_accepted(sheet):
-    page = (Path(__file__).parents[3] / "docs/families.md").read_text()
+    page = (REPOSITORY / "docs/families.md").read_text()
     [table] = re.findall("```tsv\n(.*?)```", page, re.DOTALL)
     head, *lines = table.splitlines()
     more = [f"{line}\twsd\t10000" for line in lines]

@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.repository import REPOSITORY
 
 from forge.cli import main
-from forge.cluster import profile, slurm
+from forge.cluster import slurm
 from forge.cluster.site import SiteAnswers
 from forge.core.errors import Exit
 from forge.core.machine import load_machine
@@ -52,7 +53,7 @@ def test_profile_is_written_and_ends_with_the_lines_to_try(capsys):
 def test_line_to_plan_that_is_printed_works(capsys):
     assert main(["profile", "mine", "--from", KEMPNER]) == Exit.DONE
     [line] = [s for s in capsys.readouterr().out.splitlines() if s.startswith("  forge plan")]
-    config = Path(profile.__file__).parents[2] / "config/config.yaml"
+    config = REPOSITORY / "config/config.yaml"
     words = line.split()[1:]
     shutil.copytree(config.parent, "config")
     assert main([*words, "--train.batch_size=8"]) == Exit.DONE

@@ -1,7 +1,6 @@
 """Nodes for the ranks: what cannot work is refused before anything starts."""
 
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,6 @@ from forge.core.machine import load_machine
 from forge.core.process import hostname
 from forge.core.train_settings import ranks_per_copy
 
-ROOT = Path(__file__).parents[3]
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2", "n3"), 6, "gpu", "x", True, None)
 
 

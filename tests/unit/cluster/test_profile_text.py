@@ -15,6 +15,7 @@ import pytest
 import yaml
 from snakemake.cli import parse_args
 from snakemake.ioutils import register_in_globals
+from support.repository import REPOSITORY as ROOT
 
 import forge
 from forge.cluster.allocation import Profile, allocation_resources, plain, refuse_unknown
@@ -34,7 +35,6 @@ from forge.cluster.submission import problems
 from forge.core.errors import ConfigError, DataError
 from forge.core.machine import load_machine
 
-ROOT = Path(__file__).parents[3]
 SITES = Path(__file__).parent / "sites"
 ALL = sorted(path.stem for path in SITES.glob("*.json"))
 OF_AMD = "lumi"

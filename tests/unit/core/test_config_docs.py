@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
+from support.repository import REPOSITORY as ROOT
 
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine
-from tools.config_docs import PREDICATES, ROOT, SCHEMAS, TABLES, drifted, keys_text, main
+from tools.config_docs import PREDICATES, SCHEMAS, TABLES, drifted, keys_text, main
 
 pytestmark = pytest.mark.tools
 
@@ -28,7 +29,7 @@ def tree(tmp_path: Path) -> Path:
 
 
 def test_schema_and_tables_are_in_step_with_the_config() -> None:
-    assert drifted() == [], "run: python -m tools.config_docs"
+    assert drifted(ROOT) == [], "run: python -m tools.config_docs"
 
 
 def test_check_names_a_drifted_file_and_writes_nothing(

@@ -7,9 +7,9 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from support.repository import REPOSITORY
 
 from forge.core import terminal
 from forge.core.errors import ForgeError
@@ -24,7 +24,6 @@ from forge.core.terminal import (
 )
 
 SGR = re.compile(r"\x1b\[[\d;]*m")
-REPOSITORY = Path(__file__).parents[3]
 
 
 @pytest.fixture

@@ -4,13 +4,13 @@ interface."""
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
 from support.bert_hub import repositories
 from support.hub import COMMIT, served
 from support.live_run import forge
+from support.repository import REPOSITORY
 
 from forge.core.config import Config, checked
 from forge.core.errors import ConfigError, DataError
@@ -20,7 +20,7 @@ from forge.data.hub import HubFiles
 from forge.data.inputs import InputSet, corpus_files
 from forge.data.shards import ShardSet
 
-LAB = Path(__file__).parents[3] / "config/labs/bert-cpu"
+LAB = REPOSITORY / "config/labs/bert-cpu"
 BERT = "hf://google/tiny-bert@main"
 NEWS = "hf://datasets/team/news@main"
 

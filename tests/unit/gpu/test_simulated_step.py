@@ -1,9 +1,9 @@
 """Against a training step that waits for the GPU, races with it, or computes on the wrong device."""
 
-from pathlib import Path
 from typing import get_args
 
 import pytest
+from support.repository import REPOSITORY as ROOT
 from support.simulated_gpu.training import Case, shape_of
 
 from forge.core import collectives
@@ -11,7 +11,6 @@ from forge.core.config import load_config
 
 pytestmark = pytest.mark.all
 
-ROOT = Path(__file__).parents[3]
 
 # All pairs of values of these settings.
 SETTINGS = ("shard", "recompute", "fp8", "document_mask", "spike", "deterministic", "optimizer")

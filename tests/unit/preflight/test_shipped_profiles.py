@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 
 import pytest
 from support import sysfs
+from support.repository import REPOSITORY
 
 from forge.cluster import network
 from forge.cluster.placement import WorldLayout
@@ -13,7 +13,7 @@ from forge.core.machine import load_machine
 from forge.preflight import node_checks, packages
 from forge.preflight.node_checks import Wanted
 
-PROFILES = Path(__file__).parents[3] / "profiles"
+PROFILES = REPOSITORY / "profiles"
 OF_GPU_NODES = ("infiniband", "interface", "gpus", "cuda")
 
 

@@ -7,10 +7,10 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from pathlib import Path
 
 import pytest
 from support import happenings
+from support.repository import REPOSITORY
 
 from forge import cli
 from forge.core import events
@@ -521,4 +521,4 @@ def test_logs_are_read_without_torch_and_pandas(run):
         "assert not {'torch', 'pandas', 'numpy', 'rich'} & set(sys.modules)"
     )
     line = [sys.executable, "-c", code, "logs", str(run.root)]
-    subprocess.run(line, check=True, capture_output=True, cwd=Path(__file__).parents[3])
+    subprocess.run(line, check=True, capture_output=True, cwd=REPOSITORY)

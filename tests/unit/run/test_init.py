@@ -1,17 +1,15 @@
 """What `forge init` writes, and what it leaves alone; tests/workflow/test_wheel.py trains there."""
 
 import re
-from pathlib import Path
 
 import pytest
 import yaml
+from support.repository import CLONE, REPOSITORY
 
 import forge
 from forge.cli import main
 from forge.core.errors import Exit
 from forge.core.paths import shipped
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def files(folder):
@@ -58,9 +56,9 @@ def test_empty_directory_is_filled_also_the_current_one(tmp_path, monkeypatch, c
 
 def test_workflow_and_citation_name_the_version_of_the_package():
     """Else the workflow of a tag refuses the package of the same tag."""
-    snakefile, citation = (ROOT / name for name in ("workflow/Snakefile", "CITATION.cff"))
+    snakefile, citation = (REPOSITORY / name for name in ("workflow/Snakefile", "CITATION.cff"))
     [version] = re.findall(
         r'^as_module.refuse_other_version\("(.+)"\)$', snakefile.read_text(), re.M
     )
     assert version == forge.__version__ == yaml.safe_load(citation.read_text())["version"]
-    assert shipped() == ROOT
+    assert shipped() == CLONE

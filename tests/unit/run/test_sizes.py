@@ -4,6 +4,7 @@
 from pathlib import Path
 
 import pytest
+from support.repository import REPOSITORY as ROOT
 
 from forge import cli
 from forge.cluster.placement import WorldLayout, check_layout
@@ -15,7 +16,6 @@ from forge.core.sample_sheet import read_rows, run_configs
 from forge.core.terminal import duration
 from forge.run.step_time import Speed, step_time
 
-ROOT = Path(__file__).parents[3]
 SIZES = ["124m", "1b", "7b", "13b", "70b"]
 MACHINE = "profiles/kempner/machine.yaml"
 RANKS = 4  # a node, in both profiles of Kempner

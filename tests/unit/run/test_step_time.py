@@ -1,9 +1,8 @@
 """Against a plan whose time is wrong by more than a third: computed by hand, and compared with steps that
 others have published. No GPU of Forge's own has been compared with it."""
 
-from pathlib import Path
-
 import pytest
+from support.repository import REPOSITORY as ROOT
 
 from forge.core import collectives, memory
 from forge.core.config import load_config
@@ -15,7 +14,6 @@ from forge.core.train_settings import Train
 from forge.run.step_time import BANDWIDTHS, Speed, remedies, step_time
 from forge.trainer.metrics import PEAK_BF16_FLOPS
 
-ROOT = Path(__file__).parents[3]
 PEAK = 989.4e12
 H200 = Speed(PEAK, 4.8e12, 450e9, 4 * 50e9)  # nodes of four, 400 Gbit/s each
 H100_500W = Speed(PEAK, 2.4e12, 450e9, 8 * 50e9)  # of torchtitan's tables: slower memory

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import inputs
+from support.repository import REPOSITORY as ROOT
 from support.shards import make
 
 from forge.cluster import exclude, slurm
@@ -27,7 +28,6 @@ from forge.data.inputs import make_inputs
 from forge.staging import on_node, stage
 from forge.staging.stage import program_folders, remove_staged, stage_record
 
-ROOT = Path(__file__).parents[3]
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 
 
