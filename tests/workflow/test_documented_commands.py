@@ -119,7 +119,12 @@ def test_command_works_as_it_is_written(
         text = text.replace(written, meant)
     home = project.root / "tmp/home"  # `forge key` writes there
     home.mkdir(parents=True, exist_ok=True)
-    code, output = project.shell(text, HF_HOME=f"{project.root}/tmp/hub", HOME=str(home))
+    code, output = project.shell(
+        text,
+        HF_HOME=f"{project.root}/tmp/hub",
+        HOME=str(home),
+        PYTHONPATH=str(REPOSITORY),  # `forge init` copies the config beside the package
+    )
     print(f"$ {text}\n{output}")
     assert code == 0, f"{command.where}: {text}\n{output}"
 

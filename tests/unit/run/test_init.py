@@ -10,6 +10,13 @@ import forge
 from forge.cli import main
 from forge.core.errors import Exit
 from forge.core.paths import shipped
+from forge.run import init
+
+
+@pytest.fixture(autouse=True)
+def _copies_what_is_shipped(monkeypatch):
+    """The config beside the imported package is a user's."""
+    monkeypatch.setattr(init, "shipped", lambda: REPOSITORY)
 
 
 def files(folder):
