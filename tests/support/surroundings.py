@@ -17,13 +17,14 @@ import pytest
 from support.repository import CLONE, REPOSITORY
 
 # Of Forge, Slurm and other launchers, and of libraries: docs/environment.md. Also those that git and make
-# set for their children.
+# set for their children. A hub of a test is on this machine, where a site's proxy does not lead.
 OF_USER = re.compile(
     r"(FORGE|SLURMD?|SBATCH|SRUN|SALLOC|SQUEUE|SACCT|SCONTROL|SINFO|SCANCEL|PMIX?|OMPI|PET|TORCHELASTIC"
     r"|SNAKEMAKE|HF|HUGGINGFACE|TRANSFORMERS|TOKENIZERS|WANDB|MLFLOW|TORCH|TORCHINDUCTOR|PYTORCH|CUBLAS"
     r"|OMP|MKL|NUMEXPR|GIT|CONDA|GPU|ROCR|ZE|IB)_"
     r"|(MASTER_(ADDR|PORT)|(LOCAL_|NODE_)?RANK|(LOCAL_)?WORLD_SIZE|VIRTUAL_ENV|PYTHON(SAFEPATH|HASHSEED)?"
     r"|PROFILE|EXTRAS|WHEELHOUSE|TWIN|MAKEFLAGS|MFLAGS|MAKEOVERRIDES|NO_COLOR|FORCE_COLOR|COLUMNS|LINES)$"
+    r"|(?i:(https?|all|no)_proxy)$"
 )
 OF_GPU = re.compile(r"(CUDA|NVIDIA|NCCL|GLOO)_")  # a site's own, with which its GPUs work
 STEERING = re.compile(

@@ -269,7 +269,7 @@ def test_interrupted_set_up_starts_again(place):
 
 OUTSIDE = """#!/bin/sh
 echo "outside $*" >> "$RECORD"
-case "$*" in *--clear*) rm -r .venv; mkdir -p .venv/bin; ln -s {python} .venv/bin/python;; esac
+case "$*" in *--clear*) rm -r .venv; mkdir -p .venv/bin; ln -s '{python}' .venv/bin/python;; esac
 case "$*" in *version_info*) echo 3.11;; esac
 """
 

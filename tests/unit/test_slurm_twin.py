@@ -4,6 +4,7 @@ become lines of slurm.conf or words of sacctmgr that root runs."""
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -240,7 +241,8 @@ def test_account_root_which_each_new_cluster_has_is_not_added_again():
 
 
 @pytest.mark.skipif(why_not() is not None, reason="no Slurm here")
-def test_keys_that_the_slurm_here_does_not_know_are_left_out_and_named():
+def test_keys_that_the_slurm_here_does_not_know_are_left_out_and_named(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/tmp")  # slurm.conf takes no blank in a path
     newer = site([partition("p")], nodes("p", ["n1"]), PreemptParameters="youngest_first")
     settings, _ = twin_of(newer)
     settings.partitions[0].keys["KeyOfTheFuture"] = "3"

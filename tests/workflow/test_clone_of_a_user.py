@@ -25,6 +25,7 @@ NODES = (
     "tests/unit/test_code_blocks.py::test_command_in_a_sentence_fits_its_parser",
     "tests/unit/cluster/test_profile.py::test_without_a_profile_it_is_the_local_one",
     "tests/unit/cluster/test_lock.py::test_lock_is_given_back",
+    "tests/unit/reporting/test_trusted.py::test_address_beside_the_results_gets_no_token",
     "tests/unit/checkpoint/test_family.py::test_sheet_of_the_documentation_is_accepted",
 )
 EXPORTED = {
@@ -32,6 +33,7 @@ EXPORTED = {
     **{"FORGE_LOG_DIR": "/none", "FORGE_CONTROLLED": "/none", "FORGE_USER_OMP_NUM_THREADS": "7"},
     **{"HF_HOME": "/none", "WANDB_API_KEY": "x", "MLFLOW_TRACKING_URI": "http://localhost:9"},
     **{"SNAKEMAKE_PROFILE": "profiles/mine", "PROFILE": "profiles/mine", "GIT_DIR": "/none"},
+    **{"http_proxy": "http://127.0.0.1:9", "ALL_PROXY": "http://127.0.0.1:9"},
     **{"CUDA_VISIBLE_DEVICES": "3", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3", "RANK": "1"},
 }
 PROFILE_OF_ALL = "executor: slurm\ndefault-resources:\n  slurm_account: ada\n"

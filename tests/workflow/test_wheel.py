@@ -55,7 +55,8 @@ def installed(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [site] = environment.glob("lib/python*/site-packages")
     (site / "libraries.pth").write_text(sysconfig.get_path("purelib"))
     snakemake = environment / "bin/snakemake"
-    snakemake.write_text(f"#!{environment}/bin/python\nfrom snakemake.cli import main\nmain()\n")
+    # -P: as a script, without the current directory. A blank may not be in a line of `#!`.
+    snakemake.write_text(f'#!/bin/sh\nexec "{environment}/bin/python" -P -m snakemake "$@"\n')
     snakemake.chmod(0o755)
     return environment / "bin"
 
@@ -95,7 +96,7 @@ def test_editable_install_puts_the_project_into_the_path_for_the_executor(unpack
     """By the default of setuptools: Snakemake does not find an executor by an import hook."""
     with zipfile.ZipFile(built(unpacked, "editable", "forge-*.whl")) as wheel:
         [path] = [name for name in wheel.namelist() if name.endswith(".pth")]
-        assert wheel.read(path).decode().split() == [str(unpacked)]
+        assert wheel.read(path).decode().splitlines() == [str(unpacked)]
         assert not any(name.endswith(".py") for name in wheel.namelist())
 
 

@@ -267,7 +267,7 @@ def launch(tmp_path, monkeypatch):
     log = tmp_path / "logs" / "srun.log"
 
     def launch(script):
-        command = ["sh", "-c", f"echo x >> $TRIES; {script}"]
+        command = ["sh", "-c", f'echo x >> "$TRIES"; {script}']
         launcher._run(command, spec, log, 1, None)
         return len((tmp_path / "tries").read_text().split())
 
@@ -276,13 +276,13 @@ def launch(tmp_path, monkeypatch):
 
 def test_launch_is_repeated_while_slurm_itself_starts_no_rank(launch, capsys):
     fail = f"echo '{JUST_STARTED}' >&2; exit 1"
-    assert launch(f"[ $(wc -l < $TRIES) = 3 ] || {{ {fail}; }}; touch $RANK") == 3
+    assert launch(f'[ $(wc -l < "$TRIES") = 3 ] || {{ {fail}; }}; touch "$RANK"') == 3
     assert capsys.readouterr().err.count("starting the ranks waits for Slurm") == 1
 
 
 def test_launch_is_not_repeated_once_a_rank_has_started_or_for_another_reason(launch):
     assert launch("echo 'srun: error: node01: task 0: Killed' >&2; exit 1") == 1
-    assert launch(f"touch $RANK; echo '{JUST_STARTED}' >&2; exit 1") == 2
+    assert launch(f"touch \"$RANK\"; echo '{JUST_STARTED}' >&2; exit 1") == 2
 
 
 def test_launch_for_which_slurm_itself_never_starts_a_rank_lost_none(launch, monkeypatch):
