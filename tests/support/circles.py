@@ -56,6 +56,16 @@ class Circles:
         self.took: dict[str, tuple[str, float]] = {}  # test -> circle, seconds
         self.times = recorded_times() if TIMES.is_file() else {}
 
+    def pytest_report_header(self) -> str | None:
+        return self._size(self.wanted) if self.wanted else None
+
+    def _size(self, circle: str) -> str:
+        seconds = [seconds for other, seconds in self.times.values() if other == circle]
+        minutes = max(1, round(sum(seconds) / PROCESSES / 60))
+        return (
+            f"{COMMANDS[circle]}: {len(seconds)} tests, about {minutes} minutes on two idle cores"
+        )
+
     def pytest_ignore_collect(self, collection_path: Path) -> bool | None:
         """A file without a test of the circle is not imported: to import all takes 20 s a process, and
         some need packages that others do without."""
@@ -111,11 +121,9 @@ class Circles:
         if not self.wanted:
             return
         terminalreporter.section("not run")
-        for circle, command in COMMANDS.items():
-            seconds = [sec for other, sec in self.times.values() if other == circle != self.wanted]
-            if seconds:
-                minutes = max(1, round(sum(seconds) / PROCESSES / 60))
-                terminalreporter.line(f"{command}: {len(seconds)} tests, about {minutes} minutes")
+        for circle in COMMANDS:
+            if circle != self.wanted:
+                terminalreporter.line(self._size(circle))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         path = session.config.getoption("times")

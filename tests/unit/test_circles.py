@@ -61,7 +61,7 @@ def test_circle_runs_its_own_tests_and_says_which_command_runs_the_others(
     said = run("-m", "default", **{"times.tsv": times})
     assert "test_unmarked PASSED" in said and "test_story PASSED" in said
     assert "test_rest PASSED" not in said and "2 passed" in said
-    assert "make test-all: 1 tests, about 3 minutes" in said
+    assert "make test-all: 1 tests, about 3 minutes on two idle cores" in said
 
 
 @pytest.mark.parametrize(
