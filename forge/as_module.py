@@ -51,12 +51,16 @@ def is_read_again(workflow: Any) -> bool:
     return hasattr(workflow, "forge_start")
 
 
-def start_with(workflow: Any, start: Callable[[], None]) -> None:
-    """Call `start` before the first job, and before the `onstart` of the user's own Snakefile.
+def start_with(
+    workflow: Any, before_plan: Callable[[bool], None], start: Callable[[], None]
+) -> None:
+    """Call `before_plan` before Snakemake plans what it will execute, not inside a job; its argument says
+    whether this is a dry run. Call `start` before the first job, and before the `onstart` of the user's
+    own Snakefile.
 
     Snakemake itself calls one `onstart` only: the last in the main Snakefile and its includes, none of a
     module. Which one that is, is known when all is read. Not in a dry run and not inside a job. A command
-    with --no-hooks, which would leave it out, ends with a WorkflowError.
+    with --no-hooks, which would leave it out, ends with a WorkflowError. With --touch nothing is planned.
     """
     if is_read_again(workflow):
         return
@@ -66,6 +70,15 @@ def start_with(workflow: Any, start: Callable[[], None]) -> None:
     def execute_with_start(*arguments: Any, **options: Any) -> Any:
         if workflow.is_main_process and workflow.execution_settings.no_hooks:
             _refuse_no_hooks()
+        executor = (arguments[0] if arguments else options["executor_plugin"]).common_settings
+        build = workflow._build_dag
+
+        def plan() -> Any:
+            if workflow.is_main_process and not executor.touch_exec:
+                before_plan(executor.dryrun_exec)
+            return build()
+
+        workflow._build_dag = plan
         own = workflow._onstart
 
         def both(log: Any) -> None:

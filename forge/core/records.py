@@ -367,6 +367,11 @@ class PreflightResult(Record):
 class PreflightPass(Record):
     """.allocation/preflight.json: preflight passed in this allocation."""
 
+    cluster: str | None = None
+    job: str | None = None
+    """The Slurm job; None outside of one."""
+    restart: int = 0
+    """How often Slurm had started the job again."""
     host: str
     nodes: list[str]
     """All healthy nodes, spare ones included."""

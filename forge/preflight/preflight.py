@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forge.cluster import exclude, rendezvous
+from forge.cluster import exclude, rendezvous, slurm
 from forge.cluster.lock import lock
 from forge.cluster.placement import (
     Placement,
@@ -160,7 +160,11 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
         if not findings.chosen:
             raise _unfit(config, paths, findings)
         # All healthy nodes: training takes the first of them, and another node when it loses one.
-        PreflightPass(host=hostname(), nodes=findings.healthy).write(paths.preflight_pass)
+        of_job = {}
+        if job := placement.job:
+            of_job = {"cluster": slurm.this_cluster(), "job": job.id, "restart": job.restarts}
+        passed = PreflightPass(host=hostname(), nodes=findings.healthy, **of_job)
+        passed.write(paths.preflight_pass)
     return paths.preflight_pass
 
 

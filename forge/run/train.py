@@ -174,7 +174,7 @@ def _healthy_nodes(
 ) -> tuple[Placement, WorldLayout]:
     """The nodes that passed preflight, and the layout that they are enough for. Raises UnfitError where
     they are too few."""
-    passed = PreflightPass.read_if_there(program.paths.preflight_pass)
+    passed = _preflight_pass(program.paths, placement)
     healthy = placement.only(passed.nodes if passed and passed.nodes else placement.hosts)
     layout = shrunk_layout(start.machine, start.layout, program.config, len(healthy.hosts))
     if layout is None:
@@ -184,6 +184,24 @@ def _healthy_nodes(
             fix="run forge preflight in this allocation first",
         )
     return healthy, layout
+
+
+def _preflight_pass(paths: RunPaths, placement: Placement) -> PreflightPass | None:
+    """What preflight found in this allocation; None without preflight. That of another one, which is of
+    other nodes or of another day, is named and not used."""
+    passed = PreflightPass.read_if_there(paths.preflight_pass)
+    if passed is None:
+        return None
+    if job := placement.job:
+        here = (slurm.this_cluster(), job.id, job.restarts)
+        is_of_here = (passed.cluster, passed.job, passed.restart) == here
+    else:
+        is_of_here = passed.job is None and passed.host in placement.hosts
+    if is_of_here:
+        return passed
+    where = f"job {passed.job}, start {passed.restart}" if passed.job else passed.host
+    say(f"note: {paths.preflight_pass} is not used: it is of {where}; no node was checked")
+    return None
 
 
 @dataclass

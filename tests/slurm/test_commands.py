@@ -27,12 +27,12 @@ def all_jobs_gone(cluster: Cluster, project: Project, timeout: float) -> None:
     )
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_no_job_and_the_next_command_resumes(
+def test_ctrl_c_leaves_a_checkpoint_and_no_job_and_the_next_command_resumes_on_other_nodes(
     new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
     """And what was exported before the command reaches every rank."""
     exported = {"NCCL_DEBUG": "INFO", "HF_HOME": "/of/mine", "MY_OWN": "a b"}
-    project = new_project()
+    project = new_project(on=4)
     command = project.start(env=paused() | exported)
     run = project.run()
     run.wait_for_pause()
@@ -45,7 +45,12 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_job_and_the_next_command_resumes(
     # Slurm forgets a cancelled job while its batch script still ends.
     assert run.wait_for_event("stop")["step"] >= PAUSE
     assert run.events("requeue") == []
+    used = run.events("launch")[-1]["nodes"]
+    project.edit_machine({"slurm": {"exclude": [*project.excluded(), *used]}})
     assert project.end(project.start()) == 0, project.said()
+    assert not set(used) & set(run.events("launch")[-1]["nodes"])
+    checked = [event["nodes"] for event in run.events("preflight")]
+    assert checked == [event["nodes"] for event in run.events("launch")]
     uninterrupted.equals(run)
 
 

@@ -21,6 +21,7 @@ from forge.evaluation.tasks import task_files
 from forge.launch.rank import refuse_left_over
 from forge.core.sample_sheet import shared_folders
 from forge.reporting import workflow_output
+from forge.run import ended_allocation
 
 helpers.prepare_environment()
 workflow_output.shorten(workflow, logger)
@@ -265,6 +266,12 @@ def resumed_files(wildcards):
     return files_of(RESUMED, "validated.json", "report.html")
 
 
+def before_plan(dry):
+    ended_allocation.leave_out(
+        workflow, RUNS.values(), submits=PROFILE.submits, dry=dry
+    )
+
+
 def before_first_job():
     # Not in a dry run. Only here is it known where jobs will run.
     profile = replace(PROFILE, executor=workflow.executor_plugin.name)
@@ -301,4 +308,4 @@ def before_first_job():
 
 
 # In place of `onstart:`, which Snakemake does not call in a module.
-as_module.start_with(workflow, before_first_job)
+as_module.start_with(workflow, before_plan, before_first_job)

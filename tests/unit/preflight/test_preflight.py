@@ -87,6 +87,9 @@ def test_pass_is_written_as_table_json_and_workflow_output(config, paths, monkey
     ]
     assert json.loads(paths.preflight_pass.read_text()) == {
         "format": 1,
+        "cluster": None,
+        "job": None,
+        "restart": 0,
         "host": hostname(),
         "nodes": [hostname()],
     }

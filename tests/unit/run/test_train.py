@@ -77,6 +77,7 @@ def trained(paths, monkeypatch):
     program, and the last record. keys: of machine.yaml."""
     monkeypatch.setattr(train.nodes, "unresponsive", lambda hosts: [])
     monkeypatch.setattr(requeue, "was_cancelled", lambda placement: False)
+    monkeypatch.setattr(slurm, "this_cluster", lambda: "lab")
 
     def trained(*records, layout=TWO_NODES, of=3, **keys):
         program = Program(paths, *records)
@@ -336,7 +337,7 @@ def test_ranks_lost_without_a_node_are_restarted_twice_on_each_number_of_nodes(t
 
 
 def test_nodes_that_preflight_left_out_are_done_without(trained, paths):
-    passed = PreflightPass(host="n1", nodes=["n1", "n3"])
+    passed = PreflightPass(cluster="lab", job=JOB.id, host="n1", nodes=["n1", "n3"])
     paths.preflight_pass.parent.mkdir(parents=True)
     passed.write(paths.preflight_pass)
     three = {"layout": WorldLayout(3, 1), "of": 3}
@@ -344,6 +345,19 @@ def test_nodes_that_preflight_left_out_are_done_without(trained, paths):
     assert (program.hosts, program.ranks) == ([("n1", "n3")], [2])
     with pytest.raises(UnfitError, match="preflight passed n1, n3 of n1, n2, n3, training needs 3"):
         trained(DONE, **three)
+
+
+@pytest.mark.parametrize(
+    "of_job", [{}, {"job": "41"}, {"job": "42", "restart": 1}, {"job": "42", "cluster": "other"}]
+)
+def test_preflight_of_another_allocation_is_named_and_not_used(trained, paths, capsys, of_job):
+    """Left by Ctrl-C: no command trained on other nodes any more."""
+    passed = PreflightPass(**{"cluster": "lab", **of_job}, host="n8", nodes=["n8", "n9"])
+    paths.preflight_pass.parent.mkdir(parents=True)
+    passed.write(paths.preflight_pass)
+    program, record = trained(DONE)
+    assert (program.hosts, record) == ([("n1", "n2")], DONE)
+    assert "preflight.json is not used: it is of " in capsys.readouterr().err
 
 
 def test_launches_that_lose_ranks_are_counted_across_requeues(paths):
