@@ -176,6 +176,16 @@ def show_job(
     return parse_job(text)
 
 
+def is_over(job: Job) -> bool:
+    """Whether this start of the job has ended, by cancellation, a requeue or otherwise. False while Slurm
+    does not answer: not answered is not over."""
+    try:
+        now = show_job(job.id)
+    except SlurmSilent:
+        return False
+    return now is None or not now.is_running or now.restarts != job.restarts
+
+
 def parse_job(text: str) -> Job:
     """The job in a line of `scontrol show job --details --oneliner`."""
 

@@ -1,5 +1,6 @@
 """Threat: unhealthy nodes are given again, or so many are excluded that no job can start any more."""
 
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 import pytest
@@ -23,6 +24,22 @@ def partition(monkeypatch):
 
     has(6)
     return has
+
+
+@pytest.fixture(autouse=True)
+def now(monkeypatch):
+    """now(job): what Slurm says of the job, None where it has forgotten it; a SlurmSilent is raised."""
+
+    def says(job):
+        def show(_):
+            if isinstance(job, Exception):
+                raise job
+            return job
+
+        monkeypatch.setattr(slurm, "show_job", show)
+
+    says(JOB)
+    return says
 
 
 @pytest.fixture
@@ -75,3 +92,27 @@ def test_without_an_answer_of_slurm_nodes_are_excluded(path, monkeypatch):
     monkeypatch.setattr(exclude, "read_partitions", silent)
     exclude.add(path, {"n1": "down"}, JOB)
     assert exclude.read(path) == ["n1"]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        None,
+        replace(JOB, state="COMPLETING"),
+        replace(JOB, state="CANCELLED"),
+        replace(JOB, state="PENDING", restarts=1),
+        replace(JOB, restarts=1),
+    ],
+)
+def test_node_that_starts_nothing_for_a_job_that_is_over_is_not_excluded(path, now, capsys, job):
+    """srun says `Slurm job 58 has expired`, or names the failure of another node."""
+    now(job)
+    exclude.add(path, {"n2": "does not start a process", "n1": "the same"}, JOB)
+    assert exclude.read(path) == [] and not path.exists()
+    assert "n1, n2: not excluded, since job 7 is over" in capsys.readouterr().err
+
+
+def test_node_is_excluded_while_slurm_does_not_answer(path, now):
+    now(slurm.SlurmSilent("no answer"))
+    exclude.add(path, {"n2": "does not start a process"}, JOB)
+    assert exclude.read(path) == ["n2"]
