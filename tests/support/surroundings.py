@@ -86,7 +86,7 @@ def differing(before: State, after: State) -> list[str]:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    if "PYTEST_XDIST_WORKER" not in os.environ:
+    if not hasattr(session.config, "workerinput"):  # not in a process of xdist
         session.config.stash[_found] = files_of_user(CLONE)
 
 
