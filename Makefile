@@ -33,7 +33,7 @@ reproduce: train
 # A test that ends its worker ends the run: on a new worker its file would start again, up to twelve times.
 # More processes than the two cores of CI: tests on Slurm wait more than they compute. Files in the order of
 # tests/support/circles.py, long ones first.
-TEST := $(BIN)/python -m pytest -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+pytest := $(BIN)/python -m pytest -n 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 # Checks of a GPU run where they can on a CPU, at a small size.
 test test-all test-tools test-times: export FORGE_GPU_CHECKS := cpu
 # Images of containers often set it: each of a thousand processes would compile changed modules again.
@@ -42,17 +42,17 @@ test test-all test-tools test-times: export PYTHONDONTWRITEBYTECODE :=
 test test-all test-tools test-times: export OPENBLAS_NUM_THREADS := 1
 
 test: .venv/with-test
-	$(TEST) -m default
+	$(pytest) -m default
 
 test-all: .venv/with-dev
-	$(TEST) -m all
+	$(pytest) -m all
 
 test-tools: .venv/with-dev
-	$(TEST) -m tools
+	$(pytest) -m tools
 
 # Renews tests/times.tsv: the seconds of every test, by which files are put in order. On an idle machine.
 test-times: .venv/with-dev
-	$(TEST) --times=tests/times.tsv
+	$(pytest) --times=tests/times.tsv
 
 # Every fault at every point, and random ones, whose seed is printed; renews the tables of docs/faults.md.
 faults: export FORGE_FAULTS := all

@@ -237,7 +237,8 @@ def test_profile_that_is_made_in_the_twin_is_that_of_the_file(name: str) -> None
     with started(settings) as cluster:
         project = cluster.folder / "scratch/project"
         (project / "profiles").mkdir(parents=True)
-        cluster.run("forge", "profile", "there", "--from", file, cwd=project)
+        shutil.copy(file, project)  # where the machines see it
+        cluster.run("forge", "profile", "there", "--from", file.name, cwd=project)
         cluster.run("forge", "profile", "here", cwd=project)
         for part in ("config.yaml", "machine.yaml"):
             there, here = (project / "profiles" / made / part for made in ("there", "here"))

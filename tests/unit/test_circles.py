@@ -88,4 +88,4 @@ def test_every_folder_of_tests_has_a_circle_and_makefile_has_every_circle() -> N
     makefile = (circles.HERE.parent / "Makefile").read_text()
     for circle, command in circles.COMMANDS.items():
         target = command.removeprefix("make ")
-        assert f"\n{target}: " in makefile and f"$(TEST) -m {circle}\n" in makefile
+        assert f"\n{target}: " in makefile and f"$(pytest) -m {circle}\n" in makefile
