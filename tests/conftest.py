@@ -26,8 +26,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionstart() -> None:
     """What this process forks ends with it: a child holds its pipes, and xdist would wait for ever for a
-    worker that a time limit has ended, because the pipes never close."""
+    worker that a time limit has ended, because the pipes never close. A shell has its background jobs
+    ignore Ctrl-C, and all that they start: tests press it."""
     os.register_at_fork(after_in_child=partial(stop_with_parent, signal.SIGKILL))
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)
