@@ -8,10 +8,9 @@ checked, or on none.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from forge.cluster import jobs, slurm
 from forge.cluster.jobs import QueuedJob
@@ -22,14 +21,20 @@ from forge.core.files import read_object
 from forge.core.paths import RunPaths
 
 
-def leave_out(workflow: Any, runs: Iterable[ResolvedConfig], *, submits: bool, dry: bool) -> None:
-    """Have Snakemake plan as if the records of allocations that are over were not there, before it plans.
-    They are removed; in a dry run, which writes nothing, they are hidden from it. submits: whether rules
-    become Slurm jobs."""
-    for path in [path for config in runs for path in _of_ended(config, submits, dry)]:
-        if dry:
-            workflow.iocache.exists_local[str(path)] = False
-        else:
+def remove(
+    runs: Iterable[ResolvedConfig], say: Callable[[str], None], *, submits: bool, dry: bool
+) -> None:
+    """Remove the records of allocations that are over, before Snakemake plans. A dry run, which writes
+    nothing, says that its plan lacks the rules that make them. submits: whether rules become Slurm
+    jobs."""
+    for config in runs:
+        ended = _of_ended(config, submits, dry)
+        if dry and ended:
+            say(
+                f"without -n also stage_run and preflight_run of {config.run}: {ended[0].parent} is of an"
+                " allocation that is over"
+            )
+        for path in [] if dry else ended:
             path.unlink(missing_ok=True)
 
 

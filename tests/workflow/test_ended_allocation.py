@@ -4,7 +4,6 @@ an earlier allocation are still there: after Ctrl-C, a killed Snakemake, or the 
 from __future__ import annotations
 
 import json
-import re
 
 from support.clone import Project, kill_tree, started_rules, wait
 
@@ -13,10 +12,6 @@ OF_ALLOCATION = ["stage_run", "preflight_run", "train_run"]
 
 def of_allocation(output: str) -> list[str]:
     return [rule for rule in started_rules(output) if rule in OF_ALLOCATION]
-
-
-def planned(output: str) -> set[str]:
-    return set(re.findall(r"^(\w+) +\d+$", output, re.MULTILINE))
 
 
 def test_target_preflight_checks_again_each_time_and_train_checks_its_own_nodes(
@@ -30,7 +25,7 @@ def test_target_preflight_checks_again_each_time_and_train_checks_its_own_nodes(
     record = project.path(".allocation/preflight.json")
     before = record.read_bytes()
     code, output = project.snakemake("-n", "train")
-    assert code == 0 and set(OF_ALLOCATION) <= planned(output), output
+    assert code == 0 and "without -n also stage_run and preflight_run of base: " in output, output
     assert record.read_bytes() == before, "a dry run writes nothing"
     code, output = project.snakemake("train")
     assert code == 0, output

@@ -267,8 +267,8 @@ def resumed_files(wildcards):
 
 
 def before_plan(dry):
-    ended_allocation.leave_out(
-        workflow, RUNS.values(), submits=PROFILE.submits, dry=dry
+    ended_allocation.remove(
+        RUNS.values(), logger.info, submits=PROFILE.submits, dry=dry
     )
 
 
