@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forked import LEFT_OVER
 from support.simulated_gpu.device import Findings
 
 TESTS = Path(__file__).parents[2]
@@ -52,7 +53,9 @@ def simulate(
     errors = tmp_path_factory.mktemp("simulated") / "errors"
     paths = os.pathsep.join(map(str, (TESTS.parent, TESTS)))
     command = [sys.executable, "-m", "support.simulated_gpu.training", str(guard)]
-    pipe, environment = subprocess.PIPE, {**os.environ, "PYTHONPATH": paths}
+    # Without the mark of the processes that tests of ranks end behind them.
+    kept = {name: value for name, value in os.environ.items() if name not in LEFT_OVER}
+    pipe, environment = subprocess.PIPE, {**kept, "PYTHONPATH": paths}
     with (
         open(errors, "w") as stderr,
         subprocess.Popen(
