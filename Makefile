@@ -1,7 +1,7 @@
 # make train   set up .venv, then raw text to a validated checkpoint on this machine
 # make reproduce   export what make train made, verify it, train it again and compare (2 minutes)
 # make setup EXTRAS=tracking,evaluate   add what a config may turn on: pyproject.toml lists the extras
-# make test    add what these tests need, run them (8 minutes)   make check   lint, formats, types
+# make test    add what these tests need, run them (6 minutes)   make check   lint, formats, types
 # make test-all, test-tools   the other tests: all of training and Slurm; pages, bench, set-up (CONTRIBUTING.md)
 # make faults  every fault at every point of a checkpoint's way (6 minutes)
 # make labs    the programs of config/labs on a real Slurm, every event (25 minutes; root)
