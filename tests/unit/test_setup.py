@@ -409,7 +409,9 @@ def test_uv_installs_only_files_of_hashes_txt(place, changed):
     assert bool(list(place.glob(".venv/lib/*/site-packages/tiny.py"))) is not changed
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / ".github").glob("workflows/*.yml")), ids=str)
+@pytest.mark.parametrize(
+    "file", sorted((ROOT / ".github").glob("workflows/*.yml")), ids=lambda file: file.name
+)
 def test_workflow_of_continuous_integration_reads_only_and_pins_what_it_runs(file):
     workflow = yaml.safe_load(file.read_text())
     assert workflow["permissions"] == {"contents": "read"}
