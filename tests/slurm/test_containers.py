@@ -155,6 +155,7 @@ def test_node_without_the_image_is_left_out_and_the_other_is_staged_and_checked_
         *("--ntasks-per-node=1", "--cpus-per-task=1", "bash", "-c"),
         'python -m forge stage "$@" && exec python -m forge preflight "$@"',
         *("bash", *options, "--nodes=1", "--ranks-per-node=1"),
+        cwd=shared_folder,  # `forge stage` keeps a proof in the project
         env=podman,
         check=False,
         timeout=200,
