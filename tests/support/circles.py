@@ -51,13 +51,13 @@ class Circles:
     """The plugin: markers, order, and what was not run."""
 
     def __init__(self, config: pytest.Config) -> None:
-        wanted = config.getoption("markexpr")
-        self.wanted = wanted if wanted in COMMANDS else ""
+        wanted = (config.getoption("markexpr") or "").split(" or ")
+        self.wanted = wanted if set(wanted) <= COMMANDS.keys() else []
         self.took: dict[str, tuple[str, float]] = {}  # test -> circle, seconds
         self.times = recorded_times() if TIMES.is_file() else {}
 
-    def pytest_report_header(self) -> str | None:
-        return self._size(self.wanted) if self.wanted else None
+    def pytest_report_header(self) -> list[str]:
+        return [self._size(circle) for circle in self.wanted]
 
     def _size(self, circle: str) -> str:
         seconds = [seconds for other, seconds in self.times.values() if other == circle]
@@ -77,7 +77,8 @@ class Circles:
             rf"^pytestmark = .*\bmark\.({'|'.join(COMMANDS)})\b", text, re.MULTILINE
         )
         of_all = of_file[1] if of_file else CIRCLE_OF_FOLDER.get(folder_of(path))
-        return None if self.wanted == of_all or f"mark.{self.wanted}" in text else True
+        own = any(f"mark.{circle}" in text for circle in self.wanted)
+        return None if of_all in self.wanted or own else True
 
     @pytest.hookimpl(tryfirst=True)  # before -m chooses
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -118,12 +119,12 @@ class Circles:
         self.took[report.nodeid] = circle, before + report.duration
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if not self.wanted:
+        others = [circle for circle in COMMANDS if circle not in self.wanted]
+        if not self.wanted or not others:
             return
         terminalreporter.section("not run")
-        for circle in COMMANDS:
-            if circle != self.wanted:
-                terminalreporter.line(self._size(circle))
+        for circle in others:
+            terminalreporter.line(self._size(circle))
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         path = session.config.getoption("times")

@@ -64,6 +64,15 @@ def test_circle_runs_its_own_tests_and_says_which_command_runs_the_others(
     assert "make test-all: 1 tests, about 3 minutes on two idle cores" in said
 
 
+def test_two_circles_run_at_once_and_only_the_third_is_named(run: Callable[..., str]) -> None:
+    tools = "import pytest\npytestmark = pytest.mark.tools\ndef test_page(): pass\n"
+    others = {"slurm/test_three.py": "def test_three(): pass\n", "unit/test_tool.py": tools}
+    said = run("-m", "all or tools", **others)
+    assert all(f"test_{name} PASSED" in said for name in ("rest", "three", "page"))
+    assert "3 passed" in said and "make test: 0 tests" in said.partition("not run")[2]
+    assert "make test-all" not in said.partition("not run")[2]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "found"),
     [
