@@ -307,12 +307,18 @@ def gpus_per_node(given: Mapping[str, Any]) -> int | None:
     gres = str(given.get("gres", ""))
     if not gres:
         return None
-    match = re.fullmatch(r"gpu(?::[A-Za-z][\w.]*)?(?::(\d+))?", gres)
+    match = re.fullmatch(rf"gpu(?::({slurm.GPU_TYPE}))?(?::(\d+))?", gres)
+    if match and "-" in (match[1] or ""):
+        raise ConfigError(
+            f"profile: train_run has gres {gres!r}",
+            cause="the executor plugin takes no type of a GPU with a dash (2.8.0)",
+            fix=f'write "gpu:{match[2] or 1}", and choose such nodes by constraint or slurm_partition',
+        )
     if not match:
         raise ConfigError(
             f"profile: train_run has gres {gres!r}", fix='write it as "gpu:4" or "gpu:h100:4"'
         )
-    return int(match.group(1) or 1)
+    return int(match[2] or 1)
 
 
 # --- the profile of Snakemake ---------------------------------------------------------------------

@@ -120,7 +120,7 @@ class Request:
     @property
     def gpus(self) -> tuple[str, int]:
         """Model ("" for any) and number of GPUs on each node."""
-        match = re.fullmatch(r"gpu(?::([A-Za-z][\w.-]*))?(?::(\d+))?", self.gres)
+        match = re.fullmatch(rf"gpu(?::({slurm.GPU_TYPE}))?(?::(\d+))?", self.gres)
         return (match.group(1) or "", int(match.group(2) or 1)) if match else ("", 0)
 
     @property

@@ -219,10 +219,15 @@ def parse_job(text: str) -> Job:
     )
 
 
+# The type of a GPU in a gres, such as h100, 2080ti, 1g.10gb or nvidia_a100-sxm4-80gb: digits alone before
+# the end are a number of GPUs.
+GPU_TYPE = r"(?!\d+(?:,|$))[\w.-]+"
+
+
 def _num_gpus(tres: str) -> int:
     """GPUs in `gres:gpu:2`, `gres/gpu:h100=4` or `gres:gpu`, as versions of Slurm write them."""
-    match = re.search(r"\bgpu(?::[A-Za-z]\w*)?(?:[:=](\d+))?(?:,|$)", tres)
-    return int(match.group(1) or 1) if match else 0
+    counts = re.findall(rf"\bgpu(?::{GPU_TYPE})?(?:[:=](\d+))?(?:,|$)", tres)
+    return sum(int(count or 1) for count in counts)
 
 
 def _num_ids(ids: str) -> int:

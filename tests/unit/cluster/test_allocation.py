@@ -66,10 +66,20 @@ def test_many_ranks_with_launcher_process_are_refused_before_submission():
 
 
 @pytest.mark.parametrize(
-    ("gres", "count"), [("gpu:4", 4), ("gpu:a100:2", 2), ("gpu", 1), ("gpu:h100", 1), ("", None)]
+    ("gres", "count"),
+    [
+        *(("gpu:4", 4), ("gpu:a100:2", 2), ("gpu", 1), ("gpu:h100", 1), ("", None)),
+        *(("gpu:2080ti:2", 2), ("gpu:1g.10gb", 1)),
+    ],
 )
 def test_gpus_of_a_gres(gres, count):
     assert allocation.gpus_per_node({"gres": gres}) == count
+
+
+def test_a_type_of_gpu_that_the_executor_refuses_is_refused_before():
+    with pytest.raises(ConfigError, match="with a dash") as caught:
+        allocation.gpus_per_node({"gres": "gpu:nvidia_a100-sxm4-80gb:4"})
+    assert "gpu:4" in caught.value.fix
 
 
 def test_options_of_sbatch_warn_the_ranks_and_merge_excluded_nodes():

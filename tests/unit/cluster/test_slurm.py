@@ -266,6 +266,8 @@ def test_a_silent_controller_ends_with_what_to_do(monkeypatch):
     [
         *(("gres:gpu:2", 2), ("gres/gpu:4", 4), ("gres:gpu:h100:4", 4), ("gres/gpu:h100=8", 8)),
         *(("gres:gpu", 1), ("gres:gpu:2,gres:nvme:1", 2), ("gres:nvme:1", 0), ("(null)", 0)),
+        *(("gres:gpu:nvidia_a100-sxm4-80gb:4", 4), ("gres/gpu:1g.10gb=2", 2)),
+        *(("gres:gpu:2080ti", 1), ("gres:gpu:2080:3", 3), ("gres:gpu:a40:1,gres:gpu:h100:2", 3)),
     ],
 )
 def test_gpus_of_a_job_are_read_as_versions_of_slurm_write_them(tres, gpus):
