@@ -288,6 +288,8 @@ class JobWatch:
         asked = sbatch.flexible_request(job.resources)
         if "TimeLimit" not in asked or job_id in self._anew or self._cancelled:
             return False
+        if self._left_outputs(job):
+            return False
         ended = None
         with contextlib.suppress(slurm.SlurmSilent):
             ended = slurm.show_job(job_id)
@@ -370,9 +372,7 @@ class JobWatch:
 
     def _has_ended(self, info: Any, state: str, nodes: str) -> bool:
         """Report a job in a final state; False for any other state."""
-        # Slurm 24.11 calls it PREEMPTED when a job completes that was preempted once and then requeued by
-        # Forge, in a partition that cancels.
-        if state == "COMPLETED" or (state == "PREEMPTED" and self._left_outputs(info.job)):
+        if state == "COMPLETED" or (state in ENDS and self._did_all(info)):
             self._executor.report_job_success(info)
             return True
         if state not in (*ENDS, "FAILED"):
@@ -389,6 +389,21 @@ class JobWatch:
             where = f"\nSlurm's log: {log}" if has_log else ""
             self._fail(info.job, f"{_name(info.job, info.external_jobid)} {words}{where}")
         return True
+
+    def _did_all(self, info: Any) -> bool:
+        """Whether a job that Slurm has ended had done everything before: one that is out of time or
+        preempted may do that in the seconds that it is left. Slurm 24.11 also calls PREEMPTED what
+        completes after it was preempted once and requeued by Forge, in a partition that cancels.
+
+        Forge's rules write their outputs last. Of a rule of the user the exit status of the batch step
+        decides.
+        """
+        if not self._left_outputs(info.job):
+            return False
+        if jobs.runs_in_batch_step(info.job.rules, self._executor.array_jobs):
+            return True
+        step = f"{info.external_jobid}.batch"
+        return slurm.accounted_end(step, timeout_sec=SACCT_SEC) == "COMPLETED, exit code 0:0"
 
     def _no_log(self, info: Any, nodes: str) -> str:
         """The error for a job that ended before its first node wrote Slurm's log."""

@@ -502,12 +502,14 @@ def accounted_state(job_id: str, *, timeout_sec: float) -> str:
 
 
 def accounted_end(job_id: str, *, timeout_sec: float) -> str:
-    """How accounting says that the job ended, such as `OUT_OF_MEMORY, exit code 0:125`; "" as above."""
+    """How accounting says that the job ended, or a step of it (`17.batch`), such as `OUT_OF_MEMORY, exit
+    code 0:125`; "" as above."""
     return _accounted(job_id, "State,ExitCode", timeout_sec).replace("|", ", exit code ")
 
 
 def _accounted(job_id: str, fields: str, timeout_sec: float) -> str:
-    line = ["sacct", "--jobs", job_id, "--allocations", "--noheader", "--parsable2"]
+    line = ["sacct", "--jobs", job_id, "--noheader", "--parsable2"]
+    line += ["--allocations"] if "." not in job_id else []
     lines = run([*line, f"--format={fields}"], timeout_sec=timeout_sec)[0].splitlines()
     return lines[-1].strip() if lines else ""
 

@@ -6,7 +6,9 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+import psutil
 
 from forge.cluster import job_watch
 from forge.core.files import read_json
@@ -93,6 +95,38 @@ def test_daemons_that_are_away_are_waited_for_in_the_queue_in_training_and_at_it
     assert project.end(command) == 0, project.said()
     assert project.submitted()[0] == job and len(project.submitted()) == 2
     uninterrupted.equals(project.run())
+
+
+def snakemakes_of(job: str) -> list[psutil.Process]:
+    """The Snakemake that runs the rules of this job."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess):
+            is_one = process.cmdline()[1:3] == ["-m", "snakemake"]
+            if is_one and process.environ().get("SLURM_JOB_ID") == job:
+                found.append(process)
+    return found
+
+
+def test_job_that_has_trained_when_its_time_is_up_is_no_failure(
+    new_project: NewProject, cluster: Cluster
+) -> None:
+    """It exits with 0 in the seconds that Slurm leaves it, and Slurm calls it TIMEOUT: the completion
+    record was removed, and a longer time limit asked for."""
+    project = new_project(on=1)
+    command = project.start(env=paused())
+    job = project.wait_for_job()
+    project.run().wait_for_pause()
+    [in_job] = snakemakes_of(job)
+    in_job.suspend()  # Slurm continues it when it tells it to end
+    project.run().end_pause()
+    wait_until(project.run().paths.trained.is_file, 90, "the completion record", project.said)
+    cluster.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+    cluster.wait_for_state(job, "TIMEOUT", timeout=150)
+    assert project.end(command) == 0, project.said()
+    assert project.submitted()[0] == job and len(project.submitted()) == 2
+    assert "raise runtime" not in project.output()
+    assert read_json(project.run().paths.validated)["status"] == "valid"
 
 
 def test_job_that_slurm_has_forgotten_is_judged_by_its_completion_record(

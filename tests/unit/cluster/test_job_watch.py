@@ -64,6 +64,7 @@ class Job:
     def __init__(self, *output):
         self.output = output
         self.rule = SimpleNamespace(name="validate_run")
+        self.rules = [self.rule.name]
         self.wildcards_dict = {"run": "base"}
         self.resources = {"runtime": 60}
 
@@ -75,6 +76,7 @@ class Recorder:
     """An executor, its scheduler and its logger, which note what they are told."""
 
     run_uuid = "uuid"
+    array_jobs = ()
 
     def __init__(self):
         self.said, self.success, self.failure, self.submitted = [], [], [], []
@@ -362,11 +364,32 @@ def test_job_that_slurm_may_send_back_counts_when_it_is_seen_twice(command, watc
     assert check(watch, info) == [] and watch._executor.failure == [info.job]
 
 
-def test_job_that_slurm_calls_preempted_when_it_completes_is_a_success(command, watch, info):
+@pytest.mark.parametrize("state", ["PREEMPTED", "TIMEOUT", "CANCELLED", "OUT_OF_MEMORY"])
+def test_job_that_slurm_ends_after_it_has_done_everything_is_a_success(command, watch, info, state):
+    """Also a short one (--time-min), which would be requeued with its whole time limit."""
+    command("scontrol", "echo JobId=17 JobState=TIMEOUT TimeLimit=00:05:00")
+    info.job.resources |= {"slurm_extra": "--time-min=5"}
     info.job.output[0].write_text("{}")
-    lists(command, "PREEMPTED")
-    assert check(watch, info) == [info]
-    assert check(watch, info) == [] and watch._executor.success == [info.job]
+    lists(command, state)
+    while check(watch, info):
+        pass
+    assert watch._executor.success == [info.job] and not watch._executor.failure
+
+
+@pytest.mark.parametrize(
+    ("ended", "is_success"), [("COMPLETED|0:0", True), ("CANCELLED|0:15", False), ("", False)]
+)
+def test_rule_of_a_user_that_is_out_of_time_counts_by_its_exit_status(
+    command, watch, info, ended, is_success
+):
+    """Its outputs may be half written."""
+    info.job.rules = ["plot"]
+    info.job.output[0].write_text("half")
+    command("sacct", f"[[ $* == *' 17.batch '* && $* != *allocations* ]] && echo '{ended}'")
+    lists(command, "TIMEOUT")
+    assert check(watch, info) == []
+    assert watch._executor.success == [info.job] * is_success
+    assert watch._executor.failure == [info.job] * (not is_success)
 
 
 def test_who_cancelled_is_asked_until_accounting_has_it(command, watch, info, tmp_path):
