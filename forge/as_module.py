@@ -17,6 +17,7 @@ from forge.cluster.jobs import TRAIN_RULE
 from forge.core.errors import ConfigError
 from forge.core.paths import CONFIG, SNAKEFILE, shipped
 from forge.core.values import shown
+from forge.snakemake_private import end_at_sigterm
 from forge.workflow import SUBMITTED, read_config
 
 
@@ -70,6 +71,7 @@ def start_with(
     def execute_with_start(*arguments: Any, **options: Any) -> Any:
         if workflow.is_main_process and workflow.execution_settings.no_hooks:
             _refuse_no_hooks()
+        end_at_sigterm()
         executor = (arguments[0] if arguments else options["executor_plugin"]).common_settings
         build = workflow._build_dag
 

@@ -27,6 +27,7 @@ nolock: true
 rerun-incomplete: true
 retries: 0
 keep-going: true
+scheduler: greedy
 rerun-triggers: [mtime, input, params]
 shared-fs-usage: [persistence, input-output, software-deployment, sources, storage-local-copies]
 latency-wait: 60
