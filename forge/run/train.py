@@ -227,6 +227,11 @@ def _record_loss(
     that must not train again in this allocation. hosts: of the ranks."""
     paths = program.paths
     silent = nodes.unresponsive(hosts)
+    if hosts.job and slurm.is_over(
+        hosts.job
+    ):  # for it no node starts a process, and ranks are killed
+        events.record(paths.events, events.Lost(message=record.what, attempt=attempt, silent=[]))
+        return record, []
     record, gone = lost_ranks.on_nodes(record, silent, hostname(), losses.linked)
     lost = events.Lost(message=record.what, attempt=attempt, silent=silent)
     events.record(paths.events, lost)

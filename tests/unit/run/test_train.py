@@ -127,6 +127,18 @@ def hung_on(host):
     return RankRecord("lost", 1, 69, cause=lost_ranks.HANG, message=message, host=host)
 
 
+def test_no_node_is_named_or_checked_for_a_job_that_is_over(trained, paths, rechecked, monkeypatch):
+    """Neither starts a process for it: both were excluded for a day."""
+    monkeypatch.setattr(slurm, "is_over", lambda job: True)
+    monkeypatch.setattr(train.nodes, "unresponsive", lambda hosts: list(hosts.hosts))
+    monkeypatch.setattr(requeue, "was_cancelled", lambda placement: True)
+    checked = rechecked("is down")
+    _, record = trained(hung_on("n2"))
+    [lost] = [event for event in events.read(paths.events) if isinstance(event, events.Lost)]
+    assert (record, lost.silent, checked) == (hung_on("n2"), [], [])
+    assert not paths.bad_nodes.exists()
+
+
 def test_a_spare_takes_over_from_the_node_of_a_hung_rank_even_where_its_checks_pass(
     trained, rechecked, paths
 ):
