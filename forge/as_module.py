@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import forge
+from forge.cluster import slurm
 from forge.cluster.allocation import OF_COMMAND
 from forge.cluster.jobs import TRAIN_RULE
 from forge.core.errors import ConfigError
 from forge.core.paths import CONFIG, SNAKEFILE, shipped
 from forge.core.values import shown
-from forge.snakemake_private import end_at_sigterm
+from forge.snakemake_private import end_at_sigterm, end_where
 from forge.workflow import SUBMITTED, read_config
 
 
@@ -72,6 +73,8 @@ def start_with(
         if workflow.is_main_process and workflow.execution_settings.no_hooks:
             _refuse_no_hooks()
         end_at_sigterm()
+        if not workflow.is_main_process:
+            end_where(slurm.is_superseded)
         executor = (arguments[0] if arguments else options["executor_plugin"]).common_settings
         build = workflow._build_dag
 

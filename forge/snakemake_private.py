@@ -3,8 +3,12 @@ document; tests/unit/test_snakemake_private.py fails where a release has it othe
 
 from __future__ import annotations
 
+import os
 import threading
+from collections.abc import Callable
 from typing import Any
+
+from forge.core.errors import Exit
 
 
 def end_at_sigterm() -> None:
@@ -22,3 +26,27 @@ def end_at_sigterm() -> None:
         threading.Thread(target=handler, args=(scheduler,), daemon=True).start()
 
     JobScheduler.exit_gracefully = in_a_thread
+
+
+def end_where(is_superseded: Callable[[], bool | None]) -> None:
+    """Let the Snakemake in a job end at once where a later start of the job has the run, before it
+    touches files: it would remove outputs of a rule before that rule, and after it has failed.
+
+    is_superseded: None where that is not known. Then a rule begins, and after a failure outputs stay:
+    those of Forge's rules are complete or absent.
+    """
+    from snakemake.jobs import Job
+
+    prepare, cleanup = Job.prepare, Job.cleanup
+
+    async def prepare_own(job: Job) -> None:
+        if is_superseded():
+            os._exit(Exit.UNFIT)
+        await prepare(job)
+
+    async def cleanup_own(job: Job, skip_outputs: Any) -> None:
+        if is_superseded() is not False:
+            os._exit(Exit.UNFIT)
+        await cleanup(job, skip_outputs)
+
+    Job.prepare, Job.cleanup = prepare_own, cleanup_own

@@ -55,6 +55,7 @@ from forge.core.paths import (
     tokenizer_folder,
     tokens_folder,
 )
+from forge.core.process import slurm_start_variable
 from forge.core.records import RunSettings, SubmitCheck, WorkflowRuns
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
@@ -85,6 +86,7 @@ def prepare_environment() -> None:
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     environ["FORGE_IN_WORKFLOW"] = "1"
     environ.setdefault("FORGE_USER_OMP_NUM_THREADS", environ.get("OMP_NUM_THREADS", ""))
+    environ.update(slurm_start_variable())
     settle_in_batch_step()
     # Else each line that Snakemake's log on a full disk does not take is a traceback on the terminal.
     logging.raiseExceptions = False
@@ -507,6 +509,8 @@ def take_over(
     name = adopt.controlled_name()
     if not name:
         controller_job.refuse_living(runs)
+        if submits and (warning := jobs.own_nodes()):
+            say(warning)
     while True:
         try:
             with ExitStack() as held:

@@ -31,7 +31,7 @@ LINES_SHOWN = 6  # of its output, where it fails
 # What would make it a part of something else: ranks of a launch, a job, a step of the workflow.
 OF_OTHERS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("FORGE_LOG_DIR", "FORGE_IN_WORKFLOW", "FORGE_CONTROLLER_JOB", "FORGE_USER_OMP_NUM_THREADS"),
+    *("FORGE_LOG_DIR", "FORGE_IN_WORKFLOW", "FORGE_SLURM_START", "FORGE_USER_OMP_NUM_THREADS"),
 )
 PREFIXES = ("SLURM", "WANDB_", "MLFLOW_")
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")

@@ -334,7 +334,7 @@ class JobWatch:
         if self._left_outputs(info.job):
             self._executor.report_job_success(info)
             return False
-        state = slurm.accounted_state(info.external_jobid, timeout_sec=SACCT_SEC).partition(" ")[0]
+        state = self._accounted(info.external_jobid).partition(" ")[0]
         if self._has_ended(info, state, ""):
             return False
         if state and state not in slurm.ENDED and time.monotonic() - since < SILENCE_SEC:
@@ -420,12 +420,16 @@ class JobWatch:
         """Name of the user who cancelled the job, from accounting."""
         end = time.monotonic() + WHO_SEC
         while True:
-            state = slurm.accounted_state(job_id, timeout_sec=SACCT_SEC)
+            state = self._accounted(job_id)
             if match := re.search(r"by (\d+)", state):
                 return f"user {user_name(int(match[1]))}"
             if time.monotonic() > end:
                 return "somebody (accounting does not say who)"
             time.sleep(0.5)
+
+    def _accounted(self, job_id: str) -> str:
+        name = self._executor.run_uuid
+        return slurm.accounted_state(job_id, name=name, timeout_sec=SACCT_SEC)
 
     def _fail(self, job: Any, words: str) -> None:
         """Print one error in place of Snakemake's report of each rule, which has no cause."""

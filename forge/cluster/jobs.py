@@ -151,6 +151,23 @@ def refuse_queued(runs: Iterable[str], but: Collection[str] = ()) -> None:
         )
 
 
+def own_nodes() -> str:
+    """A warning for a Snakemake that submits jobs from within one that holds whole nodes; "" elsewhere,
+    or where Slurm does not answer."""
+    try:
+        job = slurm.own_job()
+    except slurm.SlurmSilent:
+        return ""
+    if job is None or (len(job.nodes) < 2 and not job.exclusive):
+        return ""
+    return (
+        f"warning: this command runs in job {job.id}, which holds {','.join(job.nodes)}. The jobs that it"
+        " submits need other nodes: where there are none, they wait until this job ends. Give the command"
+        " itself one core, run it on the login node, or use `forge submit`; a profile for an allocation"
+        " (profiles/interactive) trains on its own nodes"
+    )
+
+
 # Slurm's reasons (man squeue, JOB REASON CODES) that last until somebody acts, as patterns, with what
 # to do. {job} is the id of the job. The first pattern that matches the reason counts.
 _AGAIN = "scancel {job}, then rerun the same command"

@@ -48,12 +48,8 @@ def lock(folder: Path, command: str, *, name: str = LOCK, wait_sec: float = 0.0)
     """
     path = folder / name
     process = Process.current()
-    # Snakemake of `forge submit`, and rules beside it, do not have the job of the controller as theirs.
-    if process.slurm_job and slurm.this_job_id() is None:
-        job = slurm.show_job(process.slurm_job)
-        cluster: str | None = slurm.cluster_name()
-    else:
-        job, cluster = slurm.this_job(), slurm.this_cluster()
+    job = slurm.own_job()
+    cluster = slurm.this_cluster() or (slurm.cluster_name() if job else None)
     own = Lock(
         **process.to_json(),
         cluster=cluster,
@@ -182,6 +178,7 @@ def _refuse_living(path: Path, held: Lock | Literal["corrupt"]) -> None:
     if life == "gone" or (life == "unknown" and _job_has_ended(path, held)):
         return
     if life == "alive":
+        _refuse_of_array(path, held)
         stop = (
             f"stop it with: kill {held.pid}"
             if held.process.is_here
@@ -243,12 +240,23 @@ def _refuse_living_job(path: Path, held: Lock, job: slurm.Job) -> None:
     if job.restarts > held.restart:
         return  # restarted since: that start of it is dead
     if job.is_living or (job.is_waiting and job.id != slurm.this_job_id()):
+        _refuse_of_array(path, held)
         end = f"end it with: scancel {job.id}" if _is_own(path) else "ask that user"
         raise LockHeld(
             f"{path.parent} is being written by {_who(held)}{_of_user(path)}: job {job.id} is"
             f" {job.state}",
             cause="the same run was started twice",
             fix=f"wait for job {job.id}, or {end}",
+        )
+
+
+def _refuse_of_array(path: Path, held: Lock) -> None:
+    """LockHeld for the holder in another task of this process's job array."""
+    if slurm.tasks_of_one_array(held.slurm_job):
+        raise LockHeld(
+            f"{path.parent} is being written by {_who(held)}, another task of this job array",
+            cause="each task of the array gives the same command, which does the work of all runs itself",
+            fix="submit the command once, without --array: config/runs.tsv has a line for each run",
         )
 
 

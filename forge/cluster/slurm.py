@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from forge.core.errors import UnfitError
-from forge.core.process import hostname
+from forge.core.process import hostname, slurm_start
 from forge.core.terminal import one_line, say
 
 # slurmctld may be restarting: commands are repeated for this long.
@@ -72,6 +72,10 @@ class SlurmSilent(UnfitError):
     """Slurm's controller does not respond in time, or its commands are not installed."""
 
 
+class Superseded(UnfitError):
+    """A later start of the job runs: Slurm took this one for dead, whose node it did not reach."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A job as shown by `scontrol show job`."""
@@ -91,6 +95,8 @@ class Job:
     gpus_per_node: int = 0
     excluded: tuple[str, ...] = ()  # nodes that it must not get
     time_limit: str = ""  # as Slurm writes it, such as 1-00:30:00
+    array: str = ""  # id of the array that it is a task of
+    exclusive: bool = False  # whether its nodes take no other job
 
     @property
     def is_living(self) -> bool:
@@ -216,6 +222,8 @@ def parse_job(text: str) -> Job:
         gpus_per_node=_num_gpus(field("TresPerNode")),
         excluded=tuple(expand(field("ExcNodeList"))) if field("ExcNodeList") else (),
         time_limit=field("TimeLimit"),
+        array=field("ArrayJobId"),
+        exclusive=field("OverSubscribe") == "NO",
     )
 
 
@@ -236,9 +244,43 @@ def _num_ids(ids: str) -> int:
 
 
 def this_job() -> Job | None:
-    """The job of this process; None outside of Slurm. Raises SlurmSilent."""
-    job_id = this_job_id()
-    return show_job(job_id) if job_id and is_here() else None
+    """The job of this process; None outside of Slurm. Raises SlurmSilent and Superseded."""
+    return own_job() if this_job_id() and is_here() else None
+
+
+def own_job() -> Job | None:
+    """As `this_job`, also for a Snakemake that has submitted jobs from within its own, and for rules
+    beside it."""
+    job_id, restart = slurm_start()
+    job = show_job(job_id) if job_id and is_here() else None
+    if job and restart is not None and job.restarts > restart:
+        raise Superseded(
+            f"job {job.id} was requeued and is in its restart {job.restarts}; this is restart {restart}",
+            cause=f"Slurm did not reach {hostname()}, and has started the job on other nodes",
+            fix="nothing: this start ends, and the later one goes on",
+        )
+    return job
+
+
+def tasks_of_one_array(job_id: str | None) -> bool:
+    """Whether this process and that job are of one job array. False where Slurm cannot tell."""
+    try:
+        own = own_job() if job_id else None
+        other = show_job(job_id) if job_id and own and own.array else None
+    except UnfitError:
+        return False
+    return bool(own and other and own.array == other.array and own.id != other.id)
+
+
+def is_superseded() -> bool | None:
+    """Whether a later start of this job runs; None while Slurm does not answer."""
+    try:
+        own_job()
+    except Superseded:
+        return True
+    except SlurmSilent:
+        return None
+    return False
 
 
 def node_address(name: str) -> str:
@@ -495,10 +537,11 @@ def cancel_named(name: str) -> None:
     ask("scancel", f"--name={name}", f"--user={os.getuid()}", patience_sec=CANCEL_SEC)
 
 
-def accounted_state(job_id: str, *, timeout_sec: float) -> str:
-    """The job's state in Slurm's accounting, such as `CANCELLED by 1000` (a uid); "" when accounting
-    does not respond or does not have the job."""
-    return _accounted(job_id, "State", timeout_sec)
+def accounted_state(job_id: str, *, name: str, timeout_sec: float) -> str:
+    """The state in Slurm's accounting of the job of this user with that id and name, such as `CANCELLED
+    by 1000` (a uid); "" when accounting does not respond or does not have the job. Another job may have
+    the id: a controller that is killed forgets those that it has just given."""
+    return _accounted(job_id, "State", timeout_sec, f"--name={name}", f"--user={os.getuid()}")
 
 
 def accounted_end(job_id: str, *, timeout_sec: float) -> str:
@@ -507,8 +550,8 @@ def accounted_end(job_id: str, *, timeout_sec: float) -> str:
     return _accounted(job_id, "State,ExitCode", timeout_sec).replace("|", ", exit code ")
 
 
-def _accounted(job_id: str, fields: str, timeout_sec: float) -> str:
-    line = ["sacct", "--jobs", job_id, "--noheader", "--parsable2"]
+def _accounted(job_id: str, fields: str, timeout_sec: float, *only: str) -> str:
+    line = ["sacct", "--jobs", job_id, *only, "--noheader", "--parsable2"]
     line += ["--allocations"] if "." not in job_id else []
     lines = run([*line, f"--format={fields}"], timeout_sec=timeout_sec)[0].splitlines()
     return lines[-1].strip() if lines else ""

@@ -20,7 +20,7 @@ from forge.controller.notify import Notifier, events_of, states_of
 from forge.core.errors import DataError, ForgeError, TrainingError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import ControllerPaths
-from forge.core.process import CONTROLLER_JOB, stop_with_parent
+from forge.core.process import slurm_start_variable, stop_with_parent
 from forge.core.records import Controller, ControllerPhase, ControllerState
 from forge.core.terminal import say
 
@@ -231,7 +231,7 @@ def environment(record: Controller) -> dict[str, str]:
     one that Snakemake has submitted."""
     return {
         **slurm.outside_of_job(record.environment),
-        CONTROLLER_JOB: record.job,
+        **slurm_start_variable(),
         adopt.CONTROLLED: record.check.submitted,
     }
 

@@ -22,8 +22,10 @@ PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 MAX_OPEN_FILES = 65_536  # some programs close all that they may have open, one by one
 INITIAL_NAMESPACE = 0xEFFFFFFC  # of pids, which contains all others: PROC_PID_INIT_INO of Linux
 
-# In which the controller of `forge submit` runs Snakemake: it takes SLURM_JOB_ID away from Snakemake.
-CONTROLLER_JOB = "FORGE_CONTROLLER_JOB"
+# JOB:RESTART of the Slurm job that a Snakemake runs in, for all that it starts. The executor takes away
+# Slurm's own variables, and in rules the number of restarts is missing, which Slurm knows of the last
+# start alone.
+SLURM_START = "FORGE_SLURM_START"
 
 Life = Literal["alive", "gone", "unknown"]
 
@@ -45,6 +47,25 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def slurm_start() -> tuple[str, int | None]:
+    """The Slurm job that this process belongs to, "" outside of one, and which start of that job: 0 for
+    the first one, None where only Slurm could tell."""
+    start = os.environ.get(SLURM_START, "")
+    kept, _, restart = start.partition(":")
+    job = os.environ.get("SLURM_JOB_ID") or kept
+    if job == kept:
+        return job, int(restart) if restart else None
+    # Slurm gives the number to the batch script of a restart, and not to its steps.
+    number = os.environ.get("SLURM_RESTART_COUNT", "" if "SLURM_STEP_ID" in os.environ else "0")
+    return job, int(number) if number else None
+
+
+def slurm_start_variable() -> dict[str, str]:
+    """The variable with which processes know `slurm_start` of this one; {} outside of Slurm."""
+    job, restart = slurm_start()
+    return {SLURM_START: f"{job}:{'' if restart is None else restart}"} if job else {}
 
 
 def node_local_folder() -> Path:
@@ -85,7 +106,7 @@ class Process:
             boot_id=boot_id(),
             machine_id=_machine_id(),
             start_ticks=state[1],
-            slurm_job=os.environ.get("SLURM_JOB_ID") or os.environ.get(CONTROLLER_JOB) or None,
+            slurm_job=slurm_start()[0] or None,
         )
 
     @classmethod

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,17 @@ class Progress:
         """The last words of the run's logs, for a test that waits in vain."""
         logs = sorted(self.paths.logs.glob("*.log")) + sorted(self.folder.parent.glob("*.out"))
         return "\n".join(f"== {log.name}\n{log.read_text()[-600:]}" for log in logs)
+
+
+def snakemakes_of(job: str) -> list[psutil.Process]:
+    """The Snakemake that runs the rules of this job."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess):
+            is_one = process.cmdline()[1:3] == ["-m", "snakemake"]
+            if is_one and process.environ().get("SLURM_JOB_ID") == job:
+                found.append(process)
+    return found
 
 
 def preempt(cluster: Cluster, run: Progress, step: int) -> float:

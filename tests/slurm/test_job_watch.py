@@ -6,16 +6,14 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from contextlib import contextmanager, suppress
-
-import psutil
+from contextlib import contextmanager
 
 from forge.cluster import job_watch
 from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import PAUSES, Uninterrupted, paused
+from .job_run import PAUSES, Uninterrupted, paused, snakemakes_of
 from .project import Project
 
 NewProject = Callable[..., Project]
@@ -95,17 +93,6 @@ def test_daemons_that_are_away_are_waited_for_in_the_queue_in_training_and_at_it
     assert project.end(command) == 0, project.said()
     assert project.submitted()[0] == job and len(project.submitted()) == 2
     uninterrupted.equals(project.run())
-
-
-def snakemakes_of(job: str) -> list[psutil.Process]:
-    """The Snakemake that runs the rules of this job."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess):
-            is_one = process.cmdline()[1:3] == ["-m", "snakemake"]
-            if is_one and process.environ().get("SLURM_JOB_ID") == job:
-                found.append(process)
-    return found
 
 
 def test_job_that_has_trained_when_its_time_is_up_is_no_failure(

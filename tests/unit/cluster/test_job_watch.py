@@ -392,6 +392,17 @@ def test_rule_of_a_user_that_is_out_of_time_counts_by_its_exit_status(
     assert watch._executor.failure == [info.job] * (not is_success)
 
 
+def test_job_of_another_with_the_id_of_one_that_slurm_has_forgotten_is_not_waited_for(
+    command, watch, info
+):
+    """A controller that was killed after a submission gives the id again."""
+    other = "case $* in *--name=uuid*--user=*) ;; *) echo RUNNING ;; esac"
+    command("sacct", other)
+    watch._executor.workflow.execution_settings.latency_wait = 0
+    assert check(watch, info) == [] and watch._executor.failure == [info.job]
+    assert "no longer known to Slurm" in watch._executor.said[-1]
+
+
 def test_who_cancelled_is_asked_until_accounting_has_it(command, watch, info, tmp_path):
     lists(command, "CANCELLED")
     once = (
@@ -694,4 +705,4 @@ def test_slurm_commands_that_hang_keep_the_job(command, watch, info, monkeypatch
     monkeypatch.setattr(job_watch, "SQUEUE_SEC", 0.3)
     command("squeue", "exec sleep 60")
     assert check(watch, info) == [info]
-    assert slurm.accounted_state("17", timeout_sec=1) == ""
+    assert slurm.accounted_state("17", name="x", timeout_sec=1) == ""

@@ -361,3 +361,44 @@ def test_ranks_inherit_what_the_list_names_and_secrets_only_by_their_full_name(w
 def test_ranks_in_containers_inherit_what_their_engine_reads():
     names = {"XDG_RUNTIME_DIR", "CONTAINERS_STORAGE_CONF", "APPTAINER_CACHEDIR", "ENROOT_DATA_PATH"}
     assert set(slurm.exported(dict.fromkeys(names, "x"), [])) == names
+
+
+# --- which start of a job this is ------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_job(monkeypatch):
+    """of_job(restart, **facts): this process is of the first start of job 7, Slurm shows this restart."""
+    monkeypatch.setenv("FORGE_SLURM_START", "7:0")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(slurm, "is_here", lambda: True)
+
+    def of_job(restart, **facts):
+        shown = slurm.Job("7", "RUNNING", restart, ("n1",), 1, "gpu", "x", True, None, **facts)
+        monkeypatch.setattr(slurm, "show_job", lambda *_, **__: shown)
+        return shown
+
+    return of_job
+
+
+def test_an_earlier_start_is_told_that_a_later_one_has_the_job(of_job, monkeypatch):
+    assert of_job(0) == slurm.own_job() and slurm.is_superseded() is False
+    of_job(1)
+    with pytest.raises(slurm.Superseded, match="job 7 was requeued and is in its restart 1"):
+        slurm.own_job()
+    assert slurm.is_superseded() is True
+
+    def away(*_, **__):
+        raise slurm.silent("x")
+
+    monkeypatch.setattr(slurm, "show_job", away)
+    assert slurm.is_superseded() is None
+
+
+@pytest.mark.parametrize(
+    ("facts", "warns"), [({}, False), ({"exclusive": True}, True), ({"nodes": ("n1", "n2")}, True)]
+)
+def test_a_command_in_a_job_with_whole_nodes_is_warned(of_job, monkeypatch, facts, warns):
+    shown = replace(of_job(0), **facts)
+    monkeypatch.setattr(slurm, "show_job", lambda *_, **__: shown)
+    assert bool(jobs.own_nodes()) == warns

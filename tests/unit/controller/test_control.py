@@ -42,12 +42,12 @@ def test_snakemake_sees_the_shell_of_the_user_and_not_this_job(record, monkeypat
     left = {name for name in of_job if name in seen}
     assert left == {"TMPDIR"} and seen["TMPDIR"] == "/scratch/me"
     assert {name: seen[name] for name in kept} == kept
-    assert (seen[process.CONTROLLER_JOB], seen[adopt.CONTROLLED]) == ("12", "submitted-1.json")
+    assert (seen[process.SLURM_START], seen[adopt.CONTROLLED]) == ("12:0", "submitted-1.json")
 
 
 def test_lock_of_snakemake_in_the_controller_names_its_job(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setenv(process.CONTROLLER_JOB, "12")
+    monkeypatch.setenv(process.SLURM_START, "12:0")
     assert process.Process.current().slurm_job == "12"
     monkeypatch.setenv("SLURM_JOB_ID", "34")  # a job that Snakemake has submitted
     assert process.Process.current().slurm_job == "34"

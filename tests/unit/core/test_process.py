@@ -39,6 +39,30 @@ def test_threads_that_snakemake_sets_are_not_the_users(monkeypatch):
     assert process.user_threads() == "2"
 
 
+@pytest.mark.parametrize(
+    ("variables", "start"),
+    [
+        ({}, ("", None)),
+        ({"SLURM_JOB_ID": "7"}, ("7", 0)),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}, ("7", 2)),
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, ("7", None)),  # Slurm does not say it there
+        ({"SLURM_JOB_ID": "7", "FORGE_SLURM_START": "7:1"}, ("7", 1)),  # a rule
+        ({"FORGE_SLURM_START": "7:1"}, ("7", 1)),  # a Snakemake whose jobs are others
+        ({"SLURM_JOB_ID": "8", "FORGE_SLURM_START": "7:1"}, ("8", 0)),  # one of those
+        ({"FORGE_SLURM_START": "7:"}, ("7", None)),
+    ],
+)
+def test_start_of_a_job_is_known_to_all_that_belongs_to_it(monkeypatch, variables, start):
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT", "FORGE_SLURM_START"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert process.slurm_start() == start
+    if start[0]:
+        kept = process.slurm_start_variable()["FORGE_SLURM_START"]
+        assert kept == f"{start[0]}:{'' if start[1] is None else start[1]}"
+
+
 def test_a_living_process_is_alive_and_survives_json():
     me = Process.current()
     assert Process.from_json(me.to_json()) == me
