@@ -18,28 +18,26 @@ from forge.cluster.jobs import TRAIN_RULE
 from forge.core.errors import ConfigError
 from forge.core.paths import CONFIG, SNAKEFILE, shipped
 from forge.core.values import shown
-from forge.snakemake_private import end_at_sigterm, end_where
+from forge.snakemake_private import end_at_sigterm, end_where, refusal
 from forge.workflow import SUBMITTED, read_config
 
 
 def snakefile_of(version: str) -> str:
     """Path of the workflow that came with the installed Forge, for `snakefile:` of a module. version: of
-    Forge, when the user's Snakefile was made. Raises WorkflowError for another one."""
+    Forge, when the user's Snakefile was made. Raises an error of Snakemake for another one."""
     _refuse_other("this Snakefile", version, f'write snakefile_of("{forge.__version__}")')
     return str(shipped() / SNAKEFILE)
 
 
 def refuse_other_version(version: str) -> None:
-    """WorkflowError where rules of this version would call another Forge."""
+    """An error of Snakemake where rules of this version would call another Forge."""
     _refuse_other("this workflow", version, f"take the workflow of the tag v{forge.__version__}")
 
 
 def _refuse_other(what: str, version: str, instead: str) -> None:
-    from snakemake.exceptions import WorkflowError
-
     if version != forge.__version__:
         wheel = f"forge-{version}-py3-none-any.whl"
-        raise WorkflowError(
+        raise refusal(
             f"{what} is for Forge {version}, and Forge {forge.__version__} is installed, in"
             f" {Path(forge.__file__).parent}\n"
             f"  fix:   pip install --constraint constraints.txt {wheel} (docs/installation.md),\n"
@@ -62,7 +60,7 @@ def start_with(
 
     Snakemake itself calls one `onstart` only: the last in the main Snakefile and its includes, none of a
     module. Which one that is, is known when all is read. Not in a dry run and not inside a job. A command
-    with --no-hooks, which would leave it out, ends with a WorkflowError. With --touch nothing is planned.
+    with --no-hooks, which would leave it out, is refused. With --touch nothing is planned.
     """
     if is_read_again(workflow):
         return
@@ -97,9 +95,7 @@ def start_with(
 
 
 def _refuse_no_hooks() -> None:
-    from snakemake.exceptions import WorkflowError
-
-    raise WorkflowError(
+    raise refusal(
         "--no-hooks leaves out what Forge does before the first job: its checks, and the config files"
         " that its rules read. Rerun the command without it."
     )

@@ -11,6 +11,18 @@ from typing import Any
 from forge.core.errors import Exit
 
 
+def refusal(message: str) -> Exception:
+    """The error with which Snakemake ends for a user's mistake: the message alone. To a WorkflowError
+    from these files Snakemake adds where in them that was raised, as lines of a traceback."""
+    from snakemake.exceptions import WorkflowError
+
+    class Refusal(WorkflowError):
+        # Some context managers set it.
+        __traceback__ = property(lambda _: None, lambda *_: None)
+
+    return Refusal(message)
+
+
 def end_at_sigterm() -> None:
     """Let SIGTERM end Snakemake whatever its main thread does; before its scheduler is made.
 

@@ -72,6 +72,7 @@ def test_same_command_given_twice_is_refused_or_waits_and_the_first_is_not_distu
     code, output = killed.snakemake("train")
     assert code != 0
     assert f"is being written by `snakemake` (pid {first.pid}" in output
+    assert 'File "' not in output  # lines of a traceback
 
     killed.machine(slurm={"when_running": "wait"})
     code, output = killed.snakemake("train")

@@ -22,6 +22,7 @@ from forge.launch.rank import refuse_left_over
 from forge.core.sample_sheet import shared_folders
 from forge.reporting import workflow_output
 from forge.run import ended_allocation
+from forge.snakemake_private import refusal
 
 helpers.prepare_environment()
 workflow_output.shorten(workflow, logger)
@@ -54,7 +55,7 @@ try:
         ALLOCATION, workflow.resource_settings
     )
 except ForgeError as err:
-    raise WorkflowError(str(err)) from None
+    raise refusal(str(err)) from None
 
 if workflow.is_main_process and not as_module.is_read_again(workflow):
     helpers.end_with_table(workflow, RUNS, lambda: check_dry_run())
@@ -80,7 +81,7 @@ COMPARISON = f"{RESULTS}/compare.html"
 try:
     SETTINGS = helpers.rule_settings(RUNS, COMPARISON, main=workflow.is_main_process)
 except ForgeError as err:
-    raise WorkflowError(str(err)) from None
+    raise refusal(str(err)) from None
 
 
 wildcard_constraints:
@@ -246,7 +247,7 @@ def task_files_of(wildcards):
 def evaluation_files(wildcards):
     """What the target `evaluate` asks for."""
     if not EVALUATED:
-        raise WorkflowError(
+        raise refusal(
             f"nothing to evaluate: evaluate.tasks is [] for {', '.join(RUNS)}.\n"
             "Set it in config/config.yaml, such as `evaluate: {tasks: [hellaswag]}`."
         )
@@ -255,18 +256,23 @@ def evaluation_files(wildcards):
 
 def resumed_files(wildcards):
     """What `train` asks for, of the runs that have a checkpoint."""
-    RESUMED.update(helpers.resumable_steps(RUNS))
     if not RESUMED:
-        raise WorkflowError(
+        RESUMED.update(helpers.resumable_steps(RUNS))
+        for name, step in RESUMED.items():
+            logger.info(f"resume {name}: step {step} of {RUNS[name].goal}")
+    if not RESUMED:
+        raise refusal(
             f"nothing to resume: none of {', '.join(RUNS)} has {RESULTS}/RUN/checkpoints/latest.\n"
             "Start with the target `train`."
         )
-    for name, step in RESUMED.items():
-        logger.info(f"resume {name}: step {step} of {RUNS[name].goal}")
     return files_of(RESUMED, "validated.json", "report.html")
 
 
 def before_plan(dry):
+    # What input functions raise, Snakemake shows with its own traceback.
+    for target, files in {"resume": resumed_files, "evaluate": evaluation_files}.items():
+        if target in workflow.dag_settings.targets:
+            files(None)
     ended_allocation.remove(
         RUNS.values(), logger.info, submits=PROFILE.submits, dry=dry
     )
@@ -300,7 +306,7 @@ def before_first_job():
             submits=submits,
         )
     except ForgeError as err:
-        raise WorkflowError(str(err)) from None
+        raise refusal(str(err)) from None
     if cost:
         logger.info(cost)
     # A STOP file is removed: who resumes a stopped run wants it to train. Not in a dry run.
