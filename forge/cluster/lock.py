@@ -63,10 +63,10 @@ def lock(folder: Path, command: str, *, name: str = LOCK, wait_sec: float = 0.0)
         _give_back(path, own)
 
 
-def holder(folder: Path) -> Lock | None:
+def holder(folder: Path, name: str = LOCK) -> Lock | None:
     """Who may write a directory; None where nobody may. Raises OtherFormat, and UnfitError where the disk
-    does not let it be read."""
-    lock = _read(folder / LOCK)
+    does not let it be read. name: of the lock."""
+    lock = _read(folder / name)
     return lock if isinstance(lock, Lock) else None
 
 

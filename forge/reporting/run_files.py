@@ -13,12 +13,13 @@ from pydantic import ValidationError
 from forge.checkpoint.checkpoints import RunCheckpoints
 from forge.checkpoint.resume import CommittedCheckpoints
 from forge.checkpoint.sealed import ProgramCheckpoints
-from forge.cluster.lock import LOCK, holder
+from forge.cluster.lock import LOCK, WORKFLOW_LOCK, holder
 from forge.core import events
 from forge.core.errors import DataError, OtherFormat
 from forge.core.events import Event
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
+from forge.core.process import Process
 from forge.core.program_settings import Program
 from forge.core.records import Certified, Lock
 from forge.run import certified
@@ -159,6 +160,15 @@ class RunFiles:
     def lock(self) -> Lock | None:
         """The holder of the run's lock; None also where the lock is of another version of Forge."""
         return self._lock[0]
+
+    @cached_property
+    def snakemake(self) -> Lock | None:
+        """The other living Snakemake that looks after the run, if any; not one of another version."""
+        with suppress(DataError):
+            held = holder(self.paths.root, WORKFLOW_LOCK)
+            if held and held.process.life() == "alive" and held.process != Process.current():
+                return held
+        return None
 
     @cached_property
     def lock_since(self) -> float:

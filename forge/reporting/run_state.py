@@ -408,11 +408,7 @@ def _by_event(files: RunFiles) -> _Judgement:
         last, checked = files.last(*_ENDS), "preflight passed, "
     match last:
         case None:
-            return _Judgement(
-                "not started",
-                f"{checked}nothing has trained yet{_from_parent(files)}",
-                _first(files, "run the target train"),
-            )
+            return _not_trained(files, f"{checked}nothing has trained yet")
         case events.Completed():
             return _completed(files)
         case events.Failed(diverged=diverged):
@@ -426,6 +422,14 @@ def _by_event(files: RunFiles) -> _Judgement:
             return _Judgement("stopped", ending(last)[1], _first(files, RESUME))
     reason = ending(last)[1].split("\n")[0]
     return _Judgement("cut off", reason or "no end was recorded", _first(files, RESUME))
+
+
+def _not_trained(files: RunFiles, reason: str) -> _Judgement:
+    parent = _from_parent(files)
+    if (held := files.snakemake) and not parent:
+        who = f"its command (pid {held.pid} on {held.host})"
+        return _Judgement("running", f"{reason}: {who} makes what it needs")
+    return _Judgement("not started", f"{reason}{parent}", _first(files, "run the target train"))
 
 
 def _from_parent(files: RunFiles) -> str:
@@ -536,8 +540,8 @@ def _logs(files: RunFiles) -> list[Path]:
 
 def _logs_of_data(files: RunFiles) -> list[Path]:
     """Where logs of the subcommands may be that make what this run reads, shared with other runs."""
-    data, ids = files.config.get("data"), _ids(files.config)
-    if not data:
+    data, ids = _data_folder(files), _ids(files.config)
+    if data is None:
         return []
     made = [("tokenizer", ids.tokenizer), ("model", ids.model)]
     for one in [ids.tokens, *ids.sources.values()]:
@@ -545,7 +549,21 @@ def _logs_of_data(files: RunFiles) -> list[Path]:
         of_tokens = _ids(read_object_or_empty(tokens_folder(data, one) / "config.json"))
         made += [("inputs", of_tokens.inputs), ("tokenize", one), ("sources", one)]
     made.append(("inputs", ids.inputs))
-    return [Path(data) / f"logs/{command}-{artifact}.log" for command, artifact in made if artifact]
+    return [data / f"logs/{command}-{artifact}.log" for command, artifact in made if artifact]
+
+
+def _data_folder(files: RunFiles) -> Path | None:
+    """`data` of the run's config. A relative path is relative to its project, which `results` tells, and
+    not to the directory from which somebody asks. None where neither is known."""
+    results, data = (Path(files.config.get(key) or ".") for key in ("results", "data"))
+    if data == Path():
+        return None
+    folder, names = files.paths.root.absolute().parent, results.parts
+    if data.is_absolute() or results.is_absolute():
+        return data
+    return (
+        Path(*folder.parts[: -len(names)]) / data if folder.parts[-len(names) :] == names else None
+    )
 
 
 def _ids(config: dict[str, Any]) -> Ids:

@@ -3,6 +3,7 @@ same wherever it is asked."""
 
 import json
 import shutil
+import subprocess
 import time
 
 import pytest
@@ -23,10 +24,12 @@ from support.run_states import (
 
 from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.cluster import jobs, slurm
+from forge.cluster.lock import WORKFLOW_LOCK
 from forge.core import events
 from forge.core.file_list import FileList
 from forge.core.files import read_json, write_json
-from forge.core.records import SubmittedJob
+from forge.core.process import Process
+from forge.core.records import Lock, SubmittedJob
 from forge.reporting import logs, run_state, show, status, summary, workflow_output
 from forge.reporting.report import render
 from forge.reporting.run_files import RunFiles
@@ -71,6 +74,35 @@ def test_failed_download_is_shown_with_its_own_log(tmp_path):
     assert judged(run, ()) == found
     with found.log.open("a") as log:
         log.write("downloaded 3 files\n")
+    assert judged(run, ()).state == "not started"
+
+
+def test_logs_of_data_are_those_of_the_runs_own_project(tmp_path, monkeypatch):
+    """They have the same names in two projects with the same config."""
+    own = new_run(tmp_path / "own/results/base")
+    ids = {"tokenizer": "c" * 12, "tokens": "d" * 12}
+    write_json(own.paths.config, {"results": "results", "data": "data", "ids": ids})
+    for project, words in (("own", "error: no space"), ("other", "error: not this one")):
+        log = tmp_path / project / f"data/logs/tokenize-{'d' * 12}.log"
+        log.parent.mkdir(parents=True)
+        log.write_text(f"2026-11-21T04:25:31 {words}\n")
+    monkeypatch.chdir(tmp_path / "other")
+    assert judged(own, ()).log == tmp_path / f"own/data/logs/tokenize-{'d' * 12}.log"
+
+
+def test_run_whose_living_command_makes_what_it_needs_is_running(run):
+    assert judged(run, ()).state == "not started"
+    command = subprocess.Popen(["sleep", "60"])
+    try:
+        process = Process.of(command.pid)
+        facts = {"cluster": None, "command": "snakemake", "restart": 0}
+        Lock(**process.to_json(), **facts).write(run.paths.root / WORKFLOW_LOCK)
+        found = judged(run, ())
+        assert found.state == "running" and f"pid {command.pid} on" in found.reason
+        assert found.next == ""
+    finally:
+        command.kill()
+        command.wait()
     assert judged(run, ()).state == "not started"
 
 
