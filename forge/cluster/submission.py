@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,7 @@ def check(requests: Sequence[Request], say: Callable[[str], None]) -> None:
     _check_cluster()
     accounts = {request.account: request.profile_keys for request in reversed(requests)}
     for account, keys in accounts.items():
-        _check_account(account, keys)
+        _check_account(account, keys, say)
     partitions = _known_partitions(say)
     troubles = [
         problem
@@ -76,7 +77,7 @@ def _check_cluster() -> None:
         raise ConfigError(f"{names} is {cluster!r}: {one_line(str(err))}", fix=fix) from None
 
 
-def _check_account(accounts: str, keys: str) -> None:
+def _check_account(accounts: str, keys: str, say: Callable[[str], None]) -> None:
     from snakemake_executor_plugin_slurm.accounts import validate_account
     from snakemake_interface_common.exceptions import WorkflowError
 
@@ -84,6 +85,9 @@ def _check_account(accounts: str, keys: str) -> None:
         try:
             validate_account(account, logging.getLogger(__name__))
         except (WorkflowError, OSError) as err:
+            if slurm.is_silence(str(err)):  # as the submission does, which waits for it
+                say(f"account {account} is not checked: Slurm's accounting does not answer")
+                return
             raise ConfigError(
                 f"slurm_account {account} ({keys}): {err}",
                 fix="edit this line in config.yaml of the profile",
@@ -206,7 +210,10 @@ def _size_problems(asks: str, request: Request, partition: Partition) -> list[tu
         most = sorted(offered, reverse=True)[request.nodes - 1]
         if wanted > most:
             what = f"{asks} {wanted} {unit}, {request.nodes} of its nodes have {most}"
-            troubles.append((what, f"set {key} for {most} {unit} or less ({request.profile_keys})"))
+            fix = f"set {key} for {most} {unit} or less"
+            if key == "gres" and not most:
+                fix = f"set gres to what its nodes have ({_gpus_of(usable)})"
+            troubles.append((what, f"{fix} ({request.profile_keys})"))
     fitting = fitting_nodes(request, partition)
     if not troubles and len(fitting) < request.nodes:
         what = (
@@ -219,6 +226,16 @@ def _size_problems(asks: str, request: Request, partition: Partition) -> list[tu
             (what, f"lower them ({request.profile_keys}); `sinfo -N -o '%N %c %m %G %f'` shows")
         )
     return troubles
+
+
+def _gpus_of(nodes: Sequence[Node]) -> str:
+    """The GPUs of nodes as `gres` takes them: `gpu:a100:4 on 12 nodes, none on 3`."""
+    kinds = Counter(", ".join(_gres(*gpus) for gpus in node.gpus) or "none" for node in nodes)
+    return ", ".join(f"{kind} on {count} nodes" for kind, count in kinds.most_common())
+
+
+def _gres(model: str, count: int) -> str:
+    return f"gpu:{model}:{count}" if model else f"gpu:{count}"
 
 
 def _cores_key(request: Request) -> str:

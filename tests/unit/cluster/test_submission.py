@@ -3,6 +3,7 @@
 Answers of sbatch --test-only as Slurm 22.05 gave them on the test cluster.
 """
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -91,7 +92,11 @@ def test_several_clusters_are_refused_and_one_that_is_not_known_is_named(
         ({"mem_mb": 6000}, "6000 MB a node, 2 of its nodes have 5000", "set mem_mb for 5000"),
         ({"cpus_per_task": 5}, "10 cores a node, 2 of its nodes have 8", "tasks_per_node x cpus"),
         ({"gres": "gpu:4"}, "4 GPUs a node, 2 of its nodes have 2", "set gres for 2 GPUs"),
-        ({"gres": "gpu:a100:1"}, "1 a100 GPUs a node, 2 of its nodes have 0", "set gres"),
+        (
+            {"gres": "gpu:a100:1"},
+            "1 a100 GPUs a node, 2 of its nodes have 0",
+            "set gres to what its nodes have (gpu:2 on 4 nodes)",
+        ),
         ({"constraint": "a100"}, "feature a100 each; 0 of its 4 have all of this", "sinfo"),
         ({"extra": "--exclude=n[1-3]"}, "1 of its 4 are left: excluded are n1, n2", "bad_nodes"),
     ],
@@ -150,6 +155,18 @@ def test_partition_that_is_down_is_said_and_waited_for(answers, monkeypatch):
     monkeypatch.setattr(submission, "read_partitions", lambda: known)
     check(answers, TOKENIZE)
     assert "partition main is DOWN: rule tokenize waits" in answers.lines[0]
+
+
+def test_account_is_not_called_wrong_where_accounting_does_not_answer(
+    answers, tmp_path, monkeypatch
+):
+    refused = "Failed to connect to db1:6819: Connection refused"
+    for name in ("sacctmgr", "sshare"):
+        (tmp_path / name).write_text(f"#!/bin/sh\necho '{name}: error: {refused}' >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    check(answers, replace(TOKENIZE, account="lab"))
+    assert answers.lines == ["account lab is not checked: Slurm's accounting does not answer"]
 
 
 def test_partition_that_admits_other_accounts_is_refused(answers, monkeypatch):
