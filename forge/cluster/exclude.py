@@ -58,16 +58,15 @@ def read(path: Path) -> list[str]:
 
 def add(path: Path, reasons: Mapping[str, str], job: slurm.Job) -> None:
     """Exclude nodes, with their reasons, from the run's next jobs. None where the job has ended or was
-    requeued meanwhile: then no node starts a process for it, which says nothing about the nodes.
+    requeued or suspended meanwhile: then no node starts a process for it, which says nothing about them.
 
     So many at most that the partition of this job keeps enough nodes for it: with more, the next one
     would be pending for good. Of those that are too many, the nodes found first are tried again.
     """
     if not reasons:
         return
-    if slurm.is_over(job):
-        names = ", ".join(sorted(reasons))
-        say(f"{names}: not excluded, since job {job.id} is over, and starts processes nowhere")
+    if nothing := slurm.no_evidence(job):
+        say(f"{', '.join(sorted(reasons))}: not excluded, since {nothing}")
         return
     now = datetime.now().replace(microsecond=0)
     new = [BadNode(name, " ".join(reasons[name].split()), now) for name in sorted(reasons)]

@@ -97,6 +97,7 @@ class Job:
     time_limit: str = ""  # as Slurm writes it, such as 1-00:30:00
     array: str = ""  # id of the array that it is a task of
     exclusive: bool = False  # whether its nodes take no other job
+    suspended: str = ""  # when it was last suspended, or resumed
 
     @property
     def is_living(self) -> bool:
@@ -185,10 +186,29 @@ def show_job(
 def is_over(job: Job) -> bool:
     """Whether this start of the job has ended, by cancellation, a requeue or otherwise. False while Slurm
     does not answer: not answered is not over."""
+    return _has_ended(job, _now(job))
+
+
+def no_evidence(job: Job) -> str:
+    """Why what was seen of the job's nodes since it was read says nothing about them; "" where it does,
+    or Slurm does not answer."""
+    now = _now(job)
+    if _has_ended(job, now):
+        return f"job {job.id} is over, and starts processes nowhere"
+    if now and now.suspended != job.suspended:
+        return f"job {job.id} was suspended meanwhile"
+    return ""
+
+
+def _now(job: Job) -> Job | None:
+    """The job as Slurm shows it, or as it was while Slurm does not answer."""
     try:
-        now = show_job(job.id)
+        return show_job(job.id)
     except SlurmSilent:
-        return False
+        return job
+
+
+def _has_ended(job: Job, now: Job | None) -> bool:
     return now is None or not now.is_running or now.restarts != job.restarts
 
 
@@ -224,6 +244,7 @@ def parse_job(text: str) -> Job:
         time_limit=field("TimeLimit"),
         array=field("ArrayJobId"),
         exclusive=field("OverSubscribe") == "NO",
+        suspended=field("SuspendTime"),
     )
 
 

@@ -70,27 +70,33 @@ def _validate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _stage(options: argparse.Namespace) -> None:
-    from forge.run.requeue import requeue_if_preempted
+    from forge.run.requeue import before_training
     from forge.staging.stage import stage
 
     machine = machine_of(options)
-    with requeue_if_preempted(machine):
+
+    def step() -> None:
         config = resolved_config_of(options)
         stage(config, machine, fitting_layout_of(options, machine, config))
+
+    before_training(machine, step)
 
 
 def _preflight(options: argparse.Namespace) -> None:
     from forge.core.paths import RunPaths, place_logs
     from forge.launch.rank import refuse_left_over
     from forge.preflight.preflight import preflight
-    from forge.run.requeue import requeue_if_preempted
+    from forge.run.requeue import before_training
 
     refuse_left_over()
     machine = machine_of(options)
-    with requeue_if_preempted(machine):
+
+    def step() -> None:
         config = resolved_config_of(options)
         place_logs(RunPaths.of(config))
         preflight(config, machine, fitting_layout_of(options, machine, config))
+
+    before_training(machine, step)
 
 
 def _train(options: argparse.Namespace) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from forge.cluster import exclude, slurm
 from forge.cluster.placement import Placement
@@ -25,24 +24,48 @@ REQUEUED_CAUSES = ("deadline", "SIGUSR1", "SIGTERM", *RESTARTED_CAUSES)
 REQUEUE_WAIT_SEC = 180.0
 
 
-@contextmanager
-def requeue_if_preempted(machine: Machine) -> Iterator[None]:
-    """Around the steps before training: requeue the job after an error while it is being preempted.
+# A site that suspends a job for others (gang scheduling) may do so many times.
+MAX_SUSPENSIONS = 10
 
-    Slurm itself requeues a preempted job only while its batch script runs or after it succeeded; a
-    rule that fails because its steps were signaled would end the job for good.
+
+def before_training(machine: Machine, step: Callable[[], None]) -> None:
+    """Run a step before training, `stage` or `preflight`, to its end.
+
+    An error while the job was suspended says nothing: waits for nodes went on without them. The step is
+    run again. After an error while the job is being preempted, the job is requeued: Slurm itself does
+    that only while its batch script runs or after it succeeded; a rule that fails because its steps were
+    signaled would end the job for good.
     """
+    job = _this_job()
+    for _ in range(MAX_SUSPENSIONS):
+        try:
+            return step()
+        except ForgeError as err:
+            before, job = job, _this_job()
+            if before and job and job.suspended != before.suspended:
+                say(f"job {job.id} was suspended meanwhile, so that this says nothing: {err.what}")
+                continue
+            if job:
+                _requeue_if_preempted(job, machine)
+            raise
+    return step()
+
+
+def _this_job() -> slurm.Job | None:
+    """The job of this process; None outside of Slurm, and while Slurm does not answer."""
     try:
-        yield
-    except ForgeError:
-        job = slurm.this_job()
-        may = job and job.is_preempted and job.batch and job.restarts < machine.slurm.max_restarts
-        if job and may:
-            ended = _catch_signals()
-            if not slurm.requeue(job.id, job.restarts):
-                say(f"job {job.id} is preempted: it is requeued and will start again")
-                _wait_for_the_end(ended)
-        raise
+        return slurm.this_job()
+    except slurm.SlurmSilent:
+        return None
+
+
+def _requeue_if_preempted(job: slurm.Job, machine: Machine) -> None:
+    if not (job.is_preempted and job.batch and job.restarts < machine.slurm.max_restarts):
+        return
+    ended = _catch_signals()
+    if not slurm.requeue(job.id, job.restarts):
+        say(f"job {job.id} is preempted: it is requeued and will start again")
+        _wait_for_the_end(ended)
 
 
 def was_cancelled(placement: Placement) -> bool:

@@ -3,6 +3,7 @@ of a job that leaves a lock which nobody can judge."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import psutil
@@ -108,3 +109,26 @@ def test_command_in_a_job_that_holds_whole_nodes_says_that_its_jobs_need_others(
 
     wait_until(said, 60, "the warning", lambda: output.read_text()[-2000:], every=0.2)
     cluster.run("scancel", "--full", own)
+
+
+def test_job_that_is_suspended_before_it_trains_goes_on_and_blames_no_node(
+    new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
+) -> None:
+    """By gang scheduling, or an administrator, for longer than any wait for a node."""
+    project = new_project()
+    command = project.start()
+    job = project.wait_for_job()
+    run = project.run()
+
+    def waits_for_nodes() -> bool:
+        found = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
+        lines = map(" ".join, found)
+        return any("srun" in line and f"--jobid={job} " in line for line in lines)
+
+    wait_until(waits_for_nodes, 60, "a step on the nodes", project.said, every=0.01)
+    cluster.run("scontrol", "suspend", job)
+    time.sleep(25)  # the case itself
+    cluster.run("scontrol", "resume", job)
+    assert project.end(command) == 0, project.said()
+    assert not run.paths.bad_nodes.exists()
+    uninterrupted.equals(run)

@@ -70,6 +70,13 @@ def test_entries_expire_after_a_day_and_those_of_a_person_do_not(path):
     assert path.read_text().splitlines()[1:3] == ["n3", "n4   # loud fan"]
 
 
+def test_no_node_is_excluded_for_what_a_suspended_job_did_not_see(path, now, capsys):
+    now(replace(JOB, suspended="2026-11-27T15:30:00"))
+    exclude.add(path, {"n2": "does not start a process"}, JOB)
+    assert not path.exists()
+    assert "n2: not excluded, since job 7 was suspended meanwhile" in capsys.readouterr().err
+
+
 def test_partition_keeps_enough_nodes_for_the_job(path, partition, capsys):
     partition(4)
     exclude.add(path, {"n1": "down"}, JOB)

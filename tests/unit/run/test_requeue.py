@@ -1,5 +1,6 @@
 """What follows a stop is decided by its recorded cause, and a guard just before the call."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -142,12 +143,30 @@ def test_error_before_training_sends_only_a_preempted_job_back(
 ):
     requeued = slurm_says(JOB)
     monkeypatch.setattr(slurm, "this_job", lambda: replace(JOB, is_preempted=preempted))
-    with (
-        pytest.raises(UnfitError, match="no answer"),
-        requeue.requeue_if_preempted(load_machine(None)),
-    ):
+
+    def step():
         raise UnfitError("no answer")
+
+    with pytest.raises(UnfitError, match="no answer"):
+        requeue.before_training(load_machine(None), step)
     assert requeued == sent
+
+
+@pytest.mark.parametrize(("times", "ends_well"), [(1, True), (requeue.MAX_SUSPENSIONS + 1, False)])
+def test_step_that_failed_while_its_job_was_suspended_is_run_again(
+    monkeypatch, capsys, times, ends_well
+):
+    begun = []
+    monkeypatch.setattr(slurm, "this_job", lambda: replace(JOB, suspended=str(len(begun))))
+
+    def step():
+        begun.append(1)
+        if len(begun) <= times:
+            raise UnfitError("no answer from n2")
+
+    with contextlib.nullcontext() if ends_well else pytest.raises(UnfitError):
+        requeue.before_training(load_machine(None), step)
+    assert "says nothing: no answer from n2" in capsys.readouterr().err
 
 
 def test_requeued_job_keeps_off_unhealthy_nodes_and_those_it_excluded_before(
