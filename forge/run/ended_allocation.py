@@ -17,7 +17,7 @@ from forge.cluster.jobs import QueuedJob
 from forge.cluster.lock import WORKFLOW_LOCK, lock
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
-from forge.core.files import read_object
+from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
 
 
@@ -66,5 +66,5 @@ def _queued(run: str, ids: set[str]) -> QueuedJob | None:
 
 
 def _job_of(record: Path) -> str:
-    """The id of the job whose allocation a record is about; "" without one. Raises DataError."""
-    return str(read_object(record).get("job") or "")
+    """The id of the job whose allocation a record is about; "" without one, and where it is cut short."""
+    return str(read_object_or_empty(record).get("job") or "")

@@ -131,4 +131,5 @@ def test_job_that_is_suspended_before_it_trains_goes_on_and_blames_no_node(
     cluster.run("scontrol", "resume", job)
     assert project.end(command) == 0, project.said()
     assert not run.paths.bad_nodes.exists()
+    print(project.said())
     uninterrupted.equals(run)
