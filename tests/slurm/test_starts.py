@@ -120,16 +120,15 @@ def test_job_that_is_suspended_before_it_trains_goes_on_and_blames_no_node(
     job = project.wait_for_job()
     run = project.run()
 
-    def waits_for_nodes() -> bool:
-        found = (process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"]))
-        lines = map(" ".join, found)
-        return any("srun" in line and f"--jobid={job} " in line for line in lines)
-
-    wait_until(waits_for_nodes, 60, "a step on the nodes", project.said, every=0.01)
+    log = run.paths.logs / "preflight.log"
+    begins = "s for the nodes"
+    wait_until(
+        lambda: log.is_file() and begins in log.read_text(), 90, begins, project.said, every=0.01
+    )
     cluster.run("scontrol", "suspend", job)
-    time.sleep(25)  # the case itself
+    time.sleep(int(log.read_text().partition(begins)[0].split()[-1]) + 15)  # the case itself
     cluster.run("scontrol", "resume", job)
     assert project.end(command) == 0, project.said()
     assert not run.paths.bad_nodes.exists()
-    print(project.said())
+    assert f"job {job} was suspended meanwhile" in log.read_text()
     uninterrupted.equals(run)
