@@ -15,6 +15,7 @@ from forge.core.errors import UnfitError
 from forge.core.files import disk_trouble, short_id
 
 MANIFEST = "manifest.json"  # of each directory below data/: what it holds, written last
+STATISTICS = "statistics.json"  # beside the manifest of a token set; outside of all digests
 TOKENIZER = (
     "tokenizer.json"  # in the directory of a tokenizer, of an export and of a model on a hub
 )
@@ -112,7 +113,8 @@ def tokenizer_folder(data: str | Path, tokenizer_id: str) -> Path:
 
 
 def tokens_folder(data: str | Path, tokens_id: str) -> Path:
-    """The directory of the token shards with this id: *.bin, manifest.json, config.json."""
+    """The directory of the token shards with this id: *.bin, manifest.json, config.json; statistics.json,
+    but for sets of earlier versions."""
     return Path(data) / "tokens" / tokens_id
 
 

@@ -31,7 +31,7 @@ from forge.core.files import (
     grouped,
     utf8_bytes,
 )
-from forge.core.paths import MANIFEST, tokenizer_folder, tokens_folder
+from forge.core.paths import MANIFEST, STATISTICS, tokenizer_folder, tokens_folder
 from forge.core.process import stop_with_parent
 from forge.core.records import RecordPart
 from forge.core.terminal import progress, say
@@ -63,6 +63,7 @@ from forge.data.shards import (
     dtype_name,
     shard_list,
 )
+from forge.data.statistics import Statistics, TextCounts
 from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
 
 PART_FORMAT: Literal[1] = 1
@@ -101,6 +102,7 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
         _clean(folder)  # a killed worker leaves the shard that it was writing
     manifest = _manifest(folder.name, config, tokenizer, parts)
     _check_splits(manifest, config.tokenize)
+    _statistics(parts).write(folder / STATISTICS)
     with disk_trouble(folder):
         fsync_folder(folder)  # the names of all shards before that of the manifest
     manifest.write(folder / MANIFEST)
@@ -142,7 +144,8 @@ def _input_entries(files: list[InputFile], threads: int = 1) -> list[InputEntry]
 def _clean(folder: Path) -> None:
     """Remove the manifest, which is out of date, and temporary files of a killed run."""
     with disk_trouble(folder):
-        (folder / MANIFEST).unlink(missing_ok=True)
+        for name in (MANIFEST, STATISTICS):
+            (folder / name).unlink(missing_ok=True)
         for leftover in [*folder.rglob(".*.bin.*"), *folder.rglob(".*.json.*")]:
             leftover.unlink()
 
@@ -163,6 +166,11 @@ def _manifest(
         splits=splits,
         totals={split: Total.of(shards) for split, shards in splits.items()},
     )
+
+
+def _statistics(parts: list[FinishedPart]) -> Statistics:
+    counts = [part.text for part in parts if part.text]
+    return Statistics(text=sum(counts, TextCounts()) if counts else None)
 
 
 def _check_splits(manifest: ShardManifest, settings: Tokenize) -> None:
@@ -350,6 +358,8 @@ class FinishedPart(RecordPart):
     tokenizer_digest: str
     inputs: list[InputEntry]
     splits: dict[Split, list[ShardEntry]]
+    text: TextCounts | None = None
+    """None for files of ids, and in records of earlier versions."""
 
 
 def _make_part(number: int, files: list[InputFile]) -> tuple[bytes, list[str]]:
@@ -366,6 +376,7 @@ def _make_part(number: int, files: list[InputFile]) -> tuple[bytes, list[str]]:
         for stale in _job.folder.glob(f"*-{number:05d}-*.bin"):
             stale.unlink()
     warnings: list[str] = []
+    text = None
     with ExitStack() as stack:
         writers = {
             split: stack.enter_context(_writer(split, number, tokenizer)) for split in SPLITS
@@ -376,9 +387,9 @@ def _make_part(number: int, files: list[InputFile]) -> tuple[bytes, list[str]]:
         else:
             inputs = []
             documents = _documents(number, files, warnings, inputs)
-            _write_text(writers, files, documents, tokenizer=tokenizer, encode=encode)
+            text = _write_text(writers, files, documents, tokenizer=tokenizer, encode=encode)
     splits = {split: writer.entries for split, writer in writers.items()}
-    part = FinishedPart(tokenizer_digest=tokenizer.digest, inputs=inputs, splits=splits)
+    part = FinishedPart(tokenizer_digest=tokenizer.digest, inputs=inputs, splits=splits, text=text)
     record = part.model_dump_json().encode()
     # Not fsynced: after a power failure the part is encoded again unless record and digests agree.
     with atomic_open(path, sync=False) as file:
@@ -396,6 +407,8 @@ def _finished_part(path: Path, files: list[InputFile], tokenizer: LoadedTokenize
         if part.inputs != inputs or part.tokenizer_digest != tokenizer.digest:
             return None
         dtype = np.dtype(dtype_name(tokenizer.vocab_size))
+        if part.text is None and _job.settings.format not in TOKEN_FORMATS:
+            return None  # of an earlier version, which did not count
         verify([shard_list(_job.folder, part.splits, dtype)])
     except (DataError, ValidationError):
         return None
@@ -454,11 +467,11 @@ def _write_text(
     *,
     tokenizer: LoadedTokenizer,
     encode: Encode,
-) -> None:
-    """Encode the documents of some files and write their ids."""
+) -> TextCounts:
+    """Encode the documents of some files and write their ids; counts of their text."""
     eos = np.array([tokenizer.eos_id], dtype=np.uint32)
     val_fraction = _job.settings.val_fraction
-    num_documents = 0
+    num_documents, counts = 0, TextCounts()
     for batch in grouped(documents, utf8_bytes, BATCH_BYTES):
         try:
             encoded = encode(batch)
@@ -477,6 +490,8 @@ def _write_text(
             err.args = (f"{_document_name(files, num_documents + err.number)}: {err}",)
             raise
         num_documents += len(batch)
+        counts += TextCounts(bytes=sum(map(utf8_bytes, batch)), characters=sum(map(len, batch)))
+    return counts
 
 
 def _document_name(files: list[InputFile], index: int) -> str:

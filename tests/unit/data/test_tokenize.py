@@ -17,10 +17,11 @@ import pytest
 
 from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import DataError
-from forge.core.paths import tokens_folder
+from forge.core.paths import STATISTICS, tokens_folder
 from forge.core.train_settings import Train
 from forge.data import content_ids, encoders
 from forge.data.shards import ShardSet
+from forge.data.statistics import read_statistics
 from forge.data.tokenize import split_of, tokenize
 from forge.data.tokenizer import LoadedTokenizer, build_tokenizer, load_tokenizer
 
@@ -103,6 +104,23 @@ def test_every_document_is_in_the_shards_once_and_ends_with_eos(place: Path) -> 
         assert shards.manifest.totals[split].documents == len(expected)
     shards.verify()
     assert shards.vocab_size == 300
+
+
+def test_the_statistics_count_the_text_and_no_digest_covers_them(place: Path) -> None:
+    folder = tokenize(configure(), workers=2)
+    statistics = read_statistics(folder)
+    assert statistics and statistics.text
+    documents = [
+        document
+        for path in (place / "texts").iterdir()
+        for document in path.read_text().split("\n%%\n")
+    ]
+    assert statistics.text.characters == sum(map(len, documents))
+    assert statistics.text.bytes == sum(len(document.encode()) for document in documents)
+    digest = ShardSet.open(folder).digest
+    (folder / STATISTICS).unlink()  # as in sets of earlier versions
+    assert read_statistics(tokenize(configure(), workers=2)) is None
+    assert ShardSet.open(folder).digest == digest
 
 
 def test_the_number_of_workers_does_not_change_a_byte(place: Path) -> None:
