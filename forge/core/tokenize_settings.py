@@ -17,6 +17,9 @@ SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
 MAX_MIB = 2**30  # a PiB
 # Ids of a tokenizer that is not known yet: those of Gemma's, the largest in wide use.
 LARGE_VOCABULARY = 2**18
+# Keys that change no ids: content ids and manifests do not have them.
+UNNAMED = ("fast", "max_lost")
+MAX_LOST = 0.2
 # Values of tokenize.format for files that hold ids in place of text.
 TOKEN_FORMATS = ("nanogpt", "megatron", "dolma")
 
@@ -100,6 +103,9 @@ class Tokenize(Source):
     fast: bool = Field(True, json_schema_extra=FREE)
     """Encode with gigatoken where it can read the tokenizer, and compare samples with the tokenizers
     library; false: encode with that library alone. The ids are the same."""
+    max_lost: float = Field(MAX_LOST, ge=0, le=1, json_schema_extra=FREE)
+    """Largest fraction of the characters that the tokenizer may lose, for want of ids or since it takes
+    them away; a corpus that loses more is refused (docs/data.md). The ids are the same."""
 
     @model_validator(mode="after")
     def _inputs_or_sources(self) -> Self:
@@ -118,8 +124,11 @@ class Tokenize(Source):
 
     @model_serializer(mode="wrap")
     def _without_unused_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """With sources, the keys that each source has of its own; else `sources`."""
-        unused = Source.model_fields if self.sources else ("sources",)
+        """Without `sources`, or with them without the keys that each source has of its own. Without
+        `max_lost` at its default: config.json of earlier versions has no such key."""
+        unused = [*Source.model_fields] if self.sources else ["sources"]
+        if self.max_lost == MAX_LOST:
+            unused.append("max_lost")
         return {key: value for key, value in dump(self).items() if key not in unused}
 
     @property
@@ -128,7 +137,7 @@ class Tokenize(Source):
         of the only corpus, whose name is empty."""
         if self.sources is None:
             return {"": self}
-        common = {"val_fraction", "shard_tokens", "part_mib", "fast"}
+        common = {"val_fraction", "shard_tokens", "part_mib", *UNNAMED}
         return {
             name: Tokenize(**self.sources[name].model_dump(), **self.model_dump(include=common))
             for name in sorted(self.sources)

@@ -17,7 +17,7 @@ from forge.core.files import (
 )
 from forge.core.paths import MANIFEST, RunPaths, inputs_folder, tokenizer_folder, tokens_folder
 from forge.core.terminal import say
-from forge.core.tokenize_settings import TOKEN_FORMATS, Tokenize
+from forge.core.tokenize_settings import TOKEN_FORMATS, UNNAMED, Tokenize
 from forge.data import corpus, model
 from forge.data.corpus import INPUTS, of_key
 from forge.data.inputs import list_inputs, named_inputs, of_hub
@@ -95,11 +95,11 @@ def _ids_of_run(config: Config) -> Ids | None:
 
 
 def _naming(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config that name its data: `tokenize` without `fast`."""
+    """The keys of a config that name its data: `tokenize` without UNNAMED."""
     keys = {key: config.get(key) for key in ("data", "program", "tokenizer", "tokenize", "model")}
     tokenize = keys["tokenize"]
     if isinstance(tokenize, dict):
-        keys["tokenize"] = {name: value for name, value in tokenize.items() if name != "fast"}
+        keys["tokenize"] = {name: value for name, value in tokenize.items() if name not in UNNAMED}
     return keys
 
 
@@ -181,9 +181,9 @@ def tokenizer_files(path: str) -> list[Path]:
 
 def tokens_settings(settings: Tokenize) -> dict[str, Any]:
     """The settings that determine the shards of a corpus. Without `inputs`: their files are listed
-    instead. Without `fast`, which changes no ids."""
+    instead. Without UNNAMED, which change no ids."""
     unused = () if settings.format in TOKEN_FORMATS else ("token_dtype",)
-    return settings.model_dump(mode="json", exclude={"inputs", "fast", *unused})
+    return settings.model_dump(mode="json", exclude={"inputs", *UNNAMED, *unused})
 
 
 def _tokens_recipe(settings: Tokenize, tokenizer: str, source: str = "") -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -11,6 +12,10 @@ from forge.core.files import MAX_JSON_BYTES
 from forge.core.paths import STATISTICS
 from forge.core.records import Record, RecordPart
 
+NUMBERS = ("bytes", "characters", "lost", "changed", "white_space")
+MOST_LOST = 20
+WORTH_SAYING = 0.001  # a smaller share of lost or changed characters is only in the file
+
 
 class TextCounts(RecordPart):
     """Counts of the documents of some input files: without white-space-only ones, as encoded."""
@@ -18,10 +23,43 @@ class TextCounts(RecordPart):
     bytes: int = 0
     """In UTF-8."""
     characters: int = 0
+    lost: int = 0
+    """Characters that the ids do not give back."""
+    changed: int = 0
+    """Characters whose case, accent or compatibility form the tokenizer's normalizer takes away."""
+    white_space: int = 0
+    """White space and control characters that the tokenizer takes away."""
+    most_lost: dict[str, int] = Field(default_factory=dict)
+    """Of the characters that are lost most often, how often: at most MOST_LOST of each part."""
 
     def __add__(self, other: Self) -> Self:
-        names = type(self).model_fields
-        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        numbers = {name: getattr(self, name) + getattr(other, name) for name in NUMBERS}
+        most = Counter(self.most_lost) + Counter(other.most_lost)
+        return type(self)(**numbers, most_lost=dict(most.most_common(MOST_LOST)))
+
+    @property
+    def lost_share(self) -> float:
+        """Of all characters."""
+        return self.lost / max(1, self.characters)
+
+    @property
+    def changes(self) -> str:
+        """`3 characters change (case, accents), 20 of white space are left out`; "" without any."""
+        parts = []
+        if self.changed:
+            parts.append(f"{self.changed:,} characters change (case, accents, compatibility forms)")
+        if self.white_space:
+            parts.append(f"{self.white_space:,} characters of white space are left out")
+        return ", ".join(parts)
+
+    def __str__(self) -> str:
+        """`12 of 3,000 characters are lost (0.4 %), most often 'ж', 'ы'`."""
+        if not self.lost:
+            return f"none of {self.characters:,} characters is lost"
+        often = ", ".join(repr(char) for char in list(self.most_lost)[:5])
+        share = f"{100 * self.lost_share:.3g} %"
+        are = "is" if self.lost == 1 else "are"
+        return f"{self.lost:,} of {self.characters:,} characters {are} lost ({share}), most often {often}"
 
 
 class Statistics(Record):
@@ -34,6 +72,14 @@ class Statistics(Record):
     """None for files of ids (tokenize.format nanogpt, megatron, dolma)."""
     equal_files: list[list[str]] = Field(default_factory=list)
     """Groups of different input files with equal content, by name as in the manifest."""
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines for people on the text and its files."""
+        lines = [str(self.text), self.text.changes] if self.text else []
+        if twins := sum(len(group) - 1 for group in self.equal_files):
+            lines.append(f"{twins:,} input files have the content of another one")
+        return [line for line in lines if line]
 
 
 def read_statistics(folder: Path) -> Statistics | None:

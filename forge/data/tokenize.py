@@ -36,7 +36,7 @@ from forge.core.process import stop_with_parent
 from forge.core.records import RecordPart
 from forge.core.terminal import progress, say
 from forge.core.tokenize_settings import TOKEN_FORMATS, Tokenize
-from forge.data import content_ids, corpus, token_files
+from forge.data import content_ids, corpus, lossy_tokenizer, token_files
 from forge.data.corpus import InputFile
 from forge.data.encoders import (
     BATCH_BYTES,
@@ -49,6 +49,7 @@ from forge.data.encoders import (
     refuse_end,
 )
 from forge.data.inputs import corpus_files
+from forge.data.lost_text import LossCounter, Spelling, keeps_all_text
 from forge.data.shards import (
     DTYPES,
     SPLITS,
@@ -63,7 +64,7 @@ from forge.data.shards import (
     dtype_name,
     shard_list,
 )
-from forge.data.statistics import Statistics, TextCounts
+from forge.data.statistics import Statistics, TextCounts, read_statistics
 from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
 
 PART_FORMAT: Literal[1] = 1
@@ -77,8 +78,8 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
 
     Does nothing if the shards are current, and keeps the finished parts of a killed run. The bytes
     do not depend on the number of workers. The caller holds the directory's lock. Raises DataError
-    (no tokenizer, bad or too little text, a text that gigatoken cannot encode) and UnfitError
-    (disk, memory).
+    (no tokenizer or one that loses text, bad or too little text, a text that gigatoken cannot encode) and
+    UnfitError (disk, memory).
     """
     _no_threads()
     content_ids.require_current(config, "tokens")
@@ -88,8 +89,11 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
     folder = tokens_folder(config.data, config.ids.tokens)
     listed = token_files.with_index(files, config.tokenize)
     if _is_current(folder, tokenizer, listed, threads=max(1, min(workers, os.cpu_count() or 1))):
+        counts = (read_statistics(folder) or Statistics()).text
+        lossy_tokenizer.check_existing(config, tokenizer, files, counts)
         say(f"tokens {folder.name}: nothing to do")
         return folder
+    lossy_tokenizer.check_sample(config, tokenizer, files)
     _clean(folder)
     fast = _can_be_fast(config.tokenize, tokenizer)
     job = _Job(folder, tokenizer_path, config.tokenize, fast)
@@ -102,11 +106,16 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
         _clean(folder)  # a killed worker leaves the shard that it was writing
     manifest = _manifest(folder.name, config, tokenizer, parts)
     _check_splits(manifest, config.tokenize)
-    _statistics(parts).write(folder / STATISTICS)
+    statistics = _statistics(parts)
+    counts = statistics.text or TextCounts()
+    lossy_tokenizer.refuse(counts, config)
+    statistics.write(folder / STATISTICS)
     with disk_trouble(folder):
         fsync_folder(folder)  # the names of all shards before that of the manifest
     manifest.write(folder / MANIFEST)
     _say_result(folder, manifest)
+    for line in lossy_tokenizer.warnings(counts, folder.name):
+        say(line)
     return folder
 
 
@@ -346,9 +355,11 @@ def _start_worker(parent: int, job: _Job, read_bytes: Any) -> None:
 
 
 @functools.cache
-def _loaded(folder: Path, fast: bool) -> tuple[LoadedTokenizer, Encode]:
+def _loaded(folder: Path, fast: bool) -> tuple[LoadedTokenizer, Encode, Spelling | None]:
+    """The tokenizer, its encoder, and what each id spells where text may be lost."""
     tokenizer = load_tokenizer(folder)
-    return tokenizer, (fast_encoder if fast else reference_encoder)(tokenizer)
+    encode = (fast_encoder if fast else reference_encoder)(tokenizer)
+    return tokenizer, encode, None if keeps_all_text(tokenizer) else Spelling(tokenizer)
 
 
 class FinishedPart(RecordPart):
@@ -364,7 +375,7 @@ class FinishedPart(RecordPart):
 
 def _make_part(number: int, files: list[InputFile]) -> tuple[bytes, list[str]]:
     """Encode a part, or keep it if it is finished and valid; its record as JSON, and warnings."""
-    tokenizer, encode = _loaded(_job.tokenizer, _job.fast)
+    tokenizer, encode, spelling = _loaded(_job.tokenizer, _job.fast)
     path = _job.folder / "parts" / f"part-{number:05d}.json"
     if path.exists():
         kept = _finished_part(path, files, tokenizer)
@@ -387,7 +398,11 @@ def _make_part(number: int, files: list[InputFile]) -> tuple[bytes, list[str]]:
         else:
             inputs = []
             documents = _documents(number, files, warnings, inputs)
-            text = _write_text(writers, files, documents, tokenizer=tokenizer, encode=encode)
+            counter = LossCounter(spelling)
+            _write_text(
+                writers, files, documents, tokenizer=tokenizer, encode=encode, counter=counter
+            )
+            text = counter.counts()
     splits = {split: writer.entries for split, writer in writers.items()}
     part = FinishedPart(tokenizer_digest=tokenizer.digest, inputs=inputs, splits=splits, text=text)
     record = part.model_dump_json().encode()
@@ -467,11 +482,12 @@ def _write_text(
     *,
     tokenizer: LoadedTokenizer,
     encode: Encode,
-) -> TextCounts:
-    """Encode the documents of some files and write their ids; counts of their text."""
+    counter: LossCounter,
+) -> None:
+    """Encode the documents of some files, write their ids, and count both."""
     eos = np.array([tokenizer.eos_id], dtype=np.uint32)
     val_fraction = _job.settings.val_fraction
-    num_documents, counts = 0, TextCounts()
+    num_documents = 0
     for batch in grouped(documents, utf8_bytes, BATCH_BYTES):
         try:
             encoded = encode(batch)
@@ -490,8 +506,7 @@ def _write_text(
             err.args = (f"{_document_name(files, num_documents + err.number)}: {err}",)
             raise
         num_documents += len(batch)
-        counts += TextCounts(bytes=sum(map(utf8_bytes, batch)), characters=sum(map(len, batch)))
-    return counts
+        counter.add(batch, encoded)
 
 
 def _document_name(files: list[InputFile], index: int) -> str:

@@ -1,4 +1,4 @@
-"""Rows for people: the scores of a run by task and metric, and its sources in words and numbers."""
+"""Rows for people: the scores of a run by task and metric, its sources and text in words and numbers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from forge.checkpoint.manifest import Manifest, RecordedMix
+from forge.core.config import Ids
 from forge.core.errors import DataError
 from forge.core.mix import MixStage
-from forge.core.paths import RunPaths, checkpoint_step
+from forge.core.paths import RunPaths, checkpoint_step, tokens_folder
 from forge.core.records import Evaluation, Score
+from forge.data.statistics import read_statistics
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,20 @@ def _weight(mix: RecordedMix, name: str) -> str:
     ]
     first = f"{100 * float(shares[0][1]):.3g} %"
     return ", ".join([first, *changes])
+
+
+def text_lines(data: str, ids: Ids) -> list[str]:
+    """Lines on the text of a run's tokens, by source, from their statistics; [] of tokens without any.
+    Raises DataError where these are corrupt."""
+    tokens = ids.sources or {"": ids.tokens}
+    statistics = {
+        name: read_statistics(tokens_folder(data, one)) for name, one in tokens.items() if one
+    }
+    return [
+        f"{name}: {line}" if name else line
+        for name, found in statistics.items()
+        for line in (found.lines if found else ())
+    ]
 
 
 @dataclass(frozen=True)

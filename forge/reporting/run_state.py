@@ -540,19 +540,19 @@ def _logs(files: RunFiles) -> list[Path]:
 
 def _logs_of_data(files: RunFiles) -> list[Path]:
     """Where logs of the subcommands may be that make what this run reads, shared with other runs."""
-    data, ids = _data_folder(files), _ids(files.config)
+    data, ids = data_folder(files), ids_of(files.config)
     if data is None:
         return []
     made = [("tokenizer", ids.tokenizer), ("model", ids.model)]
     for one in [ids.tokens, *ids.sources.values()]:
         # The files of a source from a hub have an id that only the config of its tokens tells.
-        of_tokens = _ids(read_object_or_empty(tokens_folder(data, one) / "config.json"))
+        of_tokens = ids_of(read_object_or_empty(tokens_folder(data, one) / "config.json"))
         made += [("inputs", of_tokens.inputs), ("tokenize", one), ("sources", one)]
     made.append(("inputs", ids.inputs))
     return [data / f"logs/{command}-{artifact}.log" for command, artifact in made if artifact]
 
 
-def _data_folder(files: RunFiles) -> Path | None:
+def data_folder(files: RunFiles) -> Path | None:
     """`data` of the run's config. A relative path is relative to its project, which `results` tells, and
     not to the directory from which somebody asks. None where neither is known."""
     results, data = (Path(files.config.get(key) or ".") for key in ("results", "data"))
@@ -566,7 +566,7 @@ def _data_folder(files: RunFiles) -> Path | None:
     )
 
 
-def _ids(config: dict[str, Any]) -> Ids:
+def ids_of(config: dict[str, Any]) -> Ids:
     """The content ids in a config; none where they are not ids."""
     try:
         return Ids.model_validate(config.get("ids", {}))

@@ -47,6 +47,7 @@ def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
     rows += _goodput(paths, summary)
     rows += [("" if number else "certified", line) for number, line in enumerate(summary.certified)]
     rows += [("" if number else "sources", str(row)) for number, row in enumerate(summary.sources)]
+    rows += [("" if number else "text", line) for number, line in enumerate(summary.text)]
     for number, row in enumerate(read_scores(paths)):
         at = f"{row.label} at step {max(row.by_step)}"
         rows.append(("evaluation" if number == 0 else "", f"{row.text()} {at}"))

@@ -15,8 +15,8 @@ from forge.core.paths import RunPaths
 from forge.core.records import Check, PreflightResult, Sample, Trained, Validation
 from forge.core.terminal import one_line
 from forge.reporting.run_files import RunFiles
-from forge.reporting.run_rows import SourceRow, source_rows
-from forge.reporting.run_state import RunState, ask_slurm, judge
+from forge.reporting.run_rows import SourceRow, source_rows, text_lines
+from forge.reporting.run_state import RunState, ask_slurm, ids_of, judge
 from forge.run import certified
 from forge.run.forecast import Expected, end_at, expected_by
 
@@ -43,6 +43,8 @@ class Summary:
     """When it will reach its goal; "" while it does not train."""
     certified: list[str] = field(default_factory=list)
     """Lines on parts that were trained again (certify.every)."""
+    text: list[str] = field(default_factory=list)
+    """Lines on the text of the tokens: characters that the tokenizer loses, equal files."""
 
     @property
     def step(self) -> int | None:
@@ -120,6 +122,9 @@ def summarize(paths: RunPaths) -> Summary:
     validation = _readable(lambda: Validation.read_if_there(paths.validation), troubles)
     preflight = _readable(lambda: PreflightResult.read_if_there(paths.preflight), troubles)
     files = RunFiles(paths)
+    text = _readable(
+        lambda: text_lines(files.config.get("data", ""), ids_of(files.config)), troubles
+    )
     checkpoint = _readable(files.checkpoints.latest, troubles)
     again = _readable(lambda: files.trained_again, troubles) or []
     queue, _ = ask_slurm([paths])
@@ -132,6 +137,7 @@ def summarize(paths: RunPaths) -> Summary:
         expected=expected,
         end=_end(files, expected) if state.state == "running" else "",
         certified=certified.summary(again, certified.waiting(paths)),
+        text=text or [],
     )
 
 

@@ -257,6 +257,7 @@ def config_of(root: Path, tokenizer: dict[str, Any], documents: list[str]) -> Re
             "inputs": [str(root / "*.txt")],
             "document_separator": "\n",
             "val_fraction": 0.3,
+            "max_lost": 1,  # a word that spells the end is an unknown one for WordLevel
         },
     )
     return resolve(config)

@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 from support import happenings
+from support.manifests import IDS
 from support.recorded_run import RecordedRun, interrupted_run
 
 from forge.core.errors import ConfigError
+from forge.core.paths import STATISTICS, tokens_folder
 from forge.core.records import Check
+from forge.data.statistics import Statistics, TextCounts
 from forge.reporting.charts import time_blocks, time_ticks
 from forge.reporting.history import Phase, read_history
 from forge.reporting.report import render, write_report
@@ -293,6 +296,31 @@ def test_show_prints_status_paths_samples_and_lineage(
     assert "\nclass Reader(Base):⏎ pass" in text, "this text has its prompt already"
     assert "tokens 0f1e2d3c4b5a (digest bbbb" in text
     assert "python 3.11.9 · torch 2.13.0" in text
+
+
+def test_lost_characters_and_equal_files_are_in_show_and_on_the_page(
+    finished: RecordedRun,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    finished.freeze_config()
+    counts = TextCounts(bytes=9000, characters=5000, lost=40, changed=7, most_lost={"<b>": 40})
+    statistics = Statistics(text=counts, equal_files=[["a.txt", "b.txt", "c.txt"]])
+    statistics.write(tokens_folder("data", IDS.tokens) / STATISTICS)
+    show([finished.paths])
+    shown = " ".join(capsys.readouterr().out.split())
+    page = Page(render(finished.paths)).text
+    for line in (
+        "40 of 5,000 characters are lost (0.8 %), most often '<b>'",
+        "7 characters change (case, accents, compatibility forms)",
+        "2 input files have the content of another one",
+    ):
+        assert line in shown and line in page
+    (tokens_folder("data", IDS.tokens) / STATISTICS).write_text("{")
+    show([finished.paths])
+    assert "statistics.json" in capsys.readouterr().out, "a page must not fail because of it"
 
 
 def test_sampled_control_characters_never_reach_the_terminal(
