@@ -12,6 +12,7 @@ from forge.core.files import (
     canonical,
     digest_bytes,
     digest_file,
+    disk_trouble,
     read_object_or_empty,
     short_id,
 )
@@ -20,6 +21,7 @@ from forge.core.terminal import say
 from forge.core.tokenize_settings import TOKEN_FORMATS, UNNAMED, Tokenize
 from forge.data import corpus, model
 from forge.data.corpus import INPUTS, of_key
+from forge.data.end_token import FILES, TOKENIZER_CONFIG, token_not_guessed
 from forge.data.inputs import list_inputs, named_inputs, of_hub
 
 # Incremented when the same settings and inputs give other bytes, so that nothing old is reused.
@@ -159,24 +161,32 @@ def tokenizer_recipe(config: Config) -> dict[str, Any]:
             }
             recipe |= read[""] if config.tokenize.sources is None else {"sources": read}
         case "path":
-            recipe["files"] = {
-                path.name: digest_file(path) for path in tokenizer_files(str(settings.path))
-            }
+            path, beside = tokenizer_files(str(settings.path))
+            digested = [path, *(file for file in beside if file.name == TOKENIZER_CONFIG)]
+            recipe["files"] = {file.name: digest_file(file) for file in digested}
+            # In the id only where earlier versions guessed another token.
+            if not settings.eos_token and (token := _token_not_guessed(path, beside)):
+                recipe["named_eos_token"] = token
         case "hub":
             recipe["hub"] = settings.hub
     return recipe
 
 
-def tokenizer_files(path: str) -> list[Path]:
-    """The file that `tokenizer.path` names, and tokenizer_config.json if its directory has one."""
+def tokenizer_files(path: str) -> tuple[Path, list[Path]]:
+    """The file that `tokenizer.path` names, and those beside it that may name its end-of-text token."""
     file = Path(path)
     if not file.is_file():
         raise ConfigError(
             f"tokenizer.path is {path!r}: there is no such file",
             fix="give the path of a tokenizer.json, relative to the working directory",
         )
-    beside = file.with_name("tokenizer_config.json")
-    return [file, beside] if beside.is_file() else [file]
+    beside = [file.with_name(name) for name in FILES]
+    return file, [other for other in beside if other.is_file()]
+
+
+def _token_not_guessed(path: Path, beside: list[Path]) -> str | None:
+    with disk_trouble(path, "read"):
+        return token_not_guessed(path, beside)
 
 
 def tokens_settings(settings: Tokenize) -> dict[str, Any]:

@@ -20,25 +20,29 @@ from forge.core.files import (
     atomic_open,
     digest_bytes,
     disk_trouble,
-    open_regular,
     read_json,
     write_json,
 )
 from forge.core.paths import MANIFEST, TOKENIZER, tokenizer_folder
 from forge.core.records import validated
 from forge.core.terminal import progress, say
+from forge.core.tokenize_settings import Tokenizer as TokenizerSettings
 from forge.data import content_ids, corpus, hub
+from forge.data.end_token import (
+    FILES,
+    GUESS,
+    TOKENIZER_CONFIG,
+    TRAINED_EOS,
+    EndToken,
+    content,
+    end_token,
+    token_of_config,
+)
 from forge.data.inputs import corpus_files
 from forge.data.plain_text import for_plain_text
 
 if TYPE_CHECKING:
     import tokenizers
-
-TOKENIZER_CONFIG = "tokenizer_config.json"
-MAX_BYTES = 2**28  # of one of them; the largest known tokenizer has 2**25
-TRAINED_EOS = "<|endoftext|>"
-# Tried in this order where neither the config nor tokenizer_config.json names the token.
-COMMON_EOS = (TRAINED_EOS, "</s>", "<eos>", "<|end_of_text|>", "<|eot_id|>")
 
 
 # --- loading and encoding -----------------------------------------------------------------------
@@ -150,10 +154,11 @@ def _vocab_size(tokenizer: tokenizers.Tokenizer) -> int:
 
 @dataclass(frozen=True)
 class _TokenizerSource:
-    """Contents of the tokenizer's files, and facts for the manifest."""
+    """Contents of the tokenizer.json and of the files beside it that may name its end-of-text token, and
+    facts for the manifest."""
 
     tokenizer: bytes
-    tokenizer_config: bytes | None = None
+    beside: dict[str, bytes] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -192,14 +197,14 @@ def _is_valid(folder: Path) -> bool:
 
 def _write(folder: Path, config: Config, source: _TokenizerSource) -> None:
     tokenizer = _parse(source.tokenizer, f"the {config.tokenizer.source} tokenizer")
-    eos_token = _find_eos(tokenizer, config.tokenizer.eos_token, source.tokenizer_config)
+    eos_token, named_by = _find_eos(tokenizer, config.tokenizer, source.beside)
     eos_id = tokenizer.token_to_id(eos_token)
     assert eos_id is not None, eos_token
-    files = {TOKENIZER: source.tokenizer, TOKENIZER_CONFIG: source.tokenizer_config}
+    files = {TOKENIZER: source.tokenizer}
+    files |= {name: data for name, data in source.beside.items() if name == TOKENIZER_CONFIG}
     for name, data in files.items():
-        if data is not None:
-            with atomic_open(folder / name) as file:
-                file.write(data)
+        with atomic_open(folder / name) as file:
+            file.write(data)
     _test_offline(folder / TOKENIZER, eos_token, eos_id)
     vocab_size = _vocab_size(tokenizer)
     manifest = {
@@ -209,26 +214,34 @@ def _write(folder: Path, config: Config, source: _TokenizerSource) -> None:
         "eos_token": eos_token,
         "eos_id": eos_id,
         "settings": content_ids.tokenizer_recipe(config),
+        **({"eos_token_from": named_by} if named_by else {}),
         **source.facts,
     }
     write_json(folder / MANIFEST, manifest)
+    if named_by == GUESS:
+        say(
+            "warning: no file of the tokenizer names the token that ends a document: taking"
+            f" {eos_token}, a guess; tokenizer.eos_token names it"
+        )
     say(f"tokenizer {folder.name}: {vocab_size} ids, {eos_token} ends a document, in {folder}")
 
 
 def _find_eos(
-    tokenizer: tokenizers.Tokenizer, asked: str | None, tokenizer_config: bytes | None
-) -> str:
-    named = asked or _eos_in_config(tokenizer_config)
-    if named:
-        _require_utf8(named, "tokenizer.eos_token" if asked else TOKENIZER_CONFIG)
-    for token in [named] if named else COMMON_EOS:
-        if tokenizer.token_to_id(token) is not None:
-            return token
+    tokenizer: tokenizers.Tokenizer, settings: TokenizerSettings, beside: dict[str, bytes]
+) -> tuple[str, str]:
+    """The end-of-text token, and what names it where that is neither the config nor
+    tokenizer_config.json. ConfigError where there is none."""
+    asked = settings.eos_token or (TRAINED_EOS if settings.source == "train" else None)
+    found = EndToken(asked, "") if asked else end_token(tokenizer.get_vocab(), beside)
+    if found:
+        _require_utf8(found.token, "tokenizer.eos_token" if asked else found.named_by)
+        if tokenizer.token_to_id(found.token) is not None:
+            return found.token, "" if found.named_by == TOKENIZER_CONFIG else found.named_by
     added = tokenizer.get_added_tokens_decoder().values()
     special = ", ".join(token.content for token in added if token.special) or "none"
     raise ConfigError(
-        f"the tokenizer has no end-of-text token {named!r}"
-        if named
+        f"the tokenizer has no end-of-text token {found.token!r}"
+        if found
         else "cannot tell which token ends a document",
         cause=f"its special tokens are: {special}",
         fix="set tokenizer.eos_token to the token that ends a document",
@@ -244,19 +257,6 @@ def _require_utf8(token: str, where: str) -> None:
             f"{where}: the end-of-text token {token!r} is not UTF-8: {err.reason}",
             fix="set tokenizer.eos_token to the token that ends a document",
         ) from None
-
-
-def _eos_in_config(tokenizer_config: bytes | None) -> str | None:
-    """`eos_token` of a tokenizer_config.json: a string, or an object with `content`."""
-    if tokenizer_config is None:
-        return None
-    try:
-        token = json.loads(tokenizer_config).get("eos_token")
-    except (ValueError, AttributeError, RecursionError) as err:
-        raise DataError(f"{TOKENIZER_CONFIG} is not a JSON object: {err}") from None
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
 
 
 # --- source: train ------------------------------------------------------------------------------
@@ -328,15 +328,9 @@ def _first_bytes(text: str, num_bytes: int) -> str:
 
 
 def _copy(config: Config) -> _TokenizerSource:
-    path, *beside = content_ids.tokenizer_files(str(config.tokenizer.path))
+    path, beside = content_ids.tokenizer_files(str(config.tokenizer.path))
     with disk_trouble(path, "read"):
-        return _TokenizerSource(_content(path), _content(beside[0]) if beside else None)
-
-
-def _content(path: Path) -> bytes:
-    """The bytes of a file of a tokenizer. Raises DataError for one that is none, OSError."""
-    with open_regular(path, MAX_BYTES) as file:
-        return file.read()
+        return _TokenizerSource(content(path), {file.name: content(file) for file in beside})
 
 
 # --- source: hub --------------------------------------------------------------------------------
@@ -358,9 +352,19 @@ def _fetch(config: Config) -> _TokenizerSource:
                 "or convert it and use tokenizer.source: path",
             )
         commit = hub.commit_of(path, TOKENIZER)
-        config_path = hub.download(replace(repo, revision=commit), TOKENIZER_CONFIG)
-        tokenizer_config = _content(config_path) if config_path else None
-        return _TokenizerSource(_content(path), tokenizer_config, {"commit": commit})
+        beside = _beside_on_hub(replace(repo, revision=commit))
+        return _TokenizerSource(content(path), beside, {"commit": commit})
+
+
+def _beside_on_hub(repo: hub.Repo) -> dict[str, bytes]:
+    """The files up to the first that names an end-of-text token."""
+    beside: dict[str, bytes] = {}
+    for name in FILES:
+        if token_of_config(beside.get(TOKENIZER_CONFIG)):
+            break
+        if path := hub.download(repo, name):
+            beside[name] = content(path)
+    return beside
 
 
 # --- offline test -------------------------------------------------------------------------------

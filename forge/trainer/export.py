@@ -33,7 +33,8 @@ from forge.core.models.base import Model
 from forge.core.paths import TOKENIZER, RunPaths, tokenizer_folder
 from forge.core.records import Trained, Validation
 from forge.core.terminal import progress, say
-from forge.data.tokenizer import TOKENIZER_CONFIG, LoadedTokenizer, load_tokenizer
+from forge.data.end_token import TOKENIZER_CONFIG
+from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
 from forge.trainer.models.decoder import make_decoder
 
 CARD = "README.md"

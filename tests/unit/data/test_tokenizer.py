@@ -181,6 +181,52 @@ def test_eos_is_what_tokenizer_config_says(tmp_path: Path, named: Any) -> None:
     assert load_tokenizer(build_tokenizer(taken(tmp_path, path))).eos_token == "[STOP]"
 
 
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"special_tokens_map.json": {"eos_token": "[STOP]"}}, "[STOP]"),
+        ({"special_tokens_map.json": {"eos_token": {"content": "[STOP]"}}}, "[STOP]"),
+        ({"config.json": {"eos_token_id": 4}}, "[STOP]"),
+        ({"config.json": {"eos_token_id": [99, 4, 3]}}, "[STOP]"),
+        (
+            {"special_tokens_map.json": {"eos_token": "gone"}, "config.json": {"eos_token_id": 4}},
+            "[STOP]",
+        ),
+        ({"tokenizer_config.json": {}, "config.json": {"eos_token_id": 4}}, "[STOP]"),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": "<eos>"},
+                "special_tokens_map.json": {"eos_token": "[STOP]"},
+            },
+            "<eos>",
+        ),
+        (
+            {"special_tokens_map.json": {"eos_token": "<eos>"}, "config.json": {"eos_token_id": 4}},
+            "<eos>",
+        ),
+        ({"special_tokens_map.json": [], "config.json": {"eos_token_id": True}}, "<eos>"),
+    ],
+)
+def test_eos_is_what_a_file_names_before_a_guess(
+    tmp_path: Path, files: dict[str, Any], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = word_level(tmp_path / "tokenizer.json", "<eos>", "[STOP]")
+    of_config = {name: data for name, data in files.items() if name == "tokenizer_config.json"}
+    for name, data in of_config.items():
+        (tmp_path / name).write_text(json.dumps(data))
+    id_of_guess = taken(tmp_path, path).ids.tokenizer
+    for name, data in files.items():
+        (tmp_path / name).write_text(json.dumps(data))
+    config = taken(tmp_path, path)
+    folder = build_tokenizer(config)
+    assert load_tokenizer(folder).eos_token == expected
+    assert (config.ids.tokenizer == id_of_guess) == (expected == "<eos>"), "right ids stay"
+    facts = json.loads((folder / "manifest.json").read_text())
+    is_guess = files == {"special_tokens_map.json": [], "config.json": {"eos_token_id": True}}
+    assert (facts.get("eos_token_from") == "a guess") == is_guess
+    assert ("a guess" in capsys.readouterr().err) == is_guess
+
+
 def test_eos_of_the_config_comes_first(tmp_path: Path) -> None:
     path = word_level(tmp_path / "tokenizer.json", "<eos>", "[END]")
     config = taken(tmp_path, path, eos_token="[END]")

@@ -108,6 +108,18 @@ def test_a_repository_without_tokenizer_config_works_offline_too(tmp_path: Path,
         assert manifest(tmp_path, data)["eos_token"] == "</s>"
 
 
+def test_eos_is_named_by_the_other_files_of_the_repository(tmp_path: Path, hub: Hub) -> None:
+    hub.repos["team/plain"] |= {
+        "tokenizer.json": byte_level().replace(b"<|done|>", b"[STOP]"),
+        "config.json": b'{"eos_token_id": 256}',
+    }
+    for data, offline in (("one", "0"), ("two", "1")):
+        code, output = build(tmp_path, hub, "team/plain@main", data=data, HF_HUB_OFFLINE=offline)
+        assert code == 0, output
+        facts = manifest(tmp_path, data)
+        assert (facts["eos_token"], facts["eos_token_from"]) == ("[STOP]", "config.json")
+
+
 def test_offline_and_not_cached_is_69_with_the_command_to_run(tmp_path: Path, hub: Hub) -> None:
     code, output = build(tmp_path, hub, "team/lossless@main", HF_HUB_OFFLINE="1")
     assert code == 69
