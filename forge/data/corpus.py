@@ -236,6 +236,11 @@ def _documents(file: InputFile, settings: Tokenize, utf8: _Utf8, read: BytesRead
             yield from _split_text(utf8.stream(stream), settings.document_separator, file.location)
 
 
+def is_divisible(file: InputFile, settings: Tokenize) -> bool:
+    """Whether `document_separator` divides the file: text, but no module of the standard library."""
+    return not file.name.startswith(STDLIB) and _format_of(file.location, settings) == "text"
+
+
 def _format_of(path: str, settings: Tokenize) -> str:
     if settings.format != "auto":
         return settings.format

@@ -12,7 +12,15 @@ from forge.core.files import MAX_JSON_BYTES
 from forge.core.paths import STATISTICS
 from forge.core.records import Record, RecordPart
 
-NUMBERS = ("bytes", "characters", "lost", "changed", "white_space")
+NUMBERS = (
+    "bytes",
+    "characters",
+    "lost",
+    "changed",
+    "white_space",
+    "text_files",
+    "divided_files",
+)
 MOST_LOST = 20
 WORTH_SAYING = 0.001  # a smaller share of lost or changed characters is only in the file
 
@@ -29,6 +37,10 @@ class TextCounts(RecordPart):
     """Characters whose case, accent or compatibility form the tokenizer's normalizer takes away."""
     white_space: int = 0
     """White space and control characters that the tokenizer takes away."""
+    text_files: int = 0
+    """Files that tokenize.document_separator could divide: text, no JSONL or parquet."""
+    divided_files: int = 0
+    """Text files with more than one document."""
     most_lost: dict[str, int] = Field(default_factory=dict)
     """Of the characters that are lost most often, how often: at most MOST_LOST of each part."""
 

@@ -105,9 +105,10 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
     finally:
         _clean(folder)  # a killed worker leaves the shard that it was writing
     manifest = _manifest(folder.name, config, tokenizer, parts)
-    _check_splits(manifest, config.tokenize)
     statistics = _statistics(parts)
     counts = statistics.text or TextCounts()
+    _say_separator(counts, config.tokenize)
+    _check_splits(manifest, config.tokenize)
     lossy_tokenizer.refuse(counts, config)
     statistics.write(folder / STATISTICS)
     with disk_trouble(folder):
@@ -201,6 +202,19 @@ def _check_splits(manifest: ShardManifest, settings: Tokenize) -> None:
         fix="split text files into documents with `document_separator`, beside `inputs`, add documents,"
         f" or {direction} tokenize.val_fraction",
     )
+
+
+def _say_separator(counts: TextCounts, settings: Tokenize) -> None:
+    """Warn of a document_separator that divides no file, as one that is misspelled."""
+    separator = settings.document_separator
+    if separator is None or settings.format in TOKEN_FORMATS or counts.divided_files:
+        return
+    if counts.text_files:
+        what = f"divides none of {counts.text_files:,} text files: each is one document"
+    else:
+        what = "divides nothing: no input is a text file"
+    escape = r"; in YAML, \n is a line end in double quotes only" if "\\" in separator else ""
+    say(f"warning: document_separator {separator!r} {what}{escape}")
 
 
 def _say_result(folder: Path, manifest: ShardManifest) -> None:
@@ -397,12 +411,14 @@ def _make_part(number: int, files: list[InputFile]) -> tuple[bytes, list[str]]:
             _write_tokens(writers, number, files, tokenizer)
         else:
             inputs = []
-            documents = _documents(number, files, warnings, inputs)
+            divided: list[bool] = []
+            documents = _documents(number, files, warnings, inputs, divided)
             counter = LossCounter(spelling)
             _write_text(
                 writers, files, documents, tokenizer=tokenizer, encode=encode, counter=counter
             )
-            text = counter.counts()
+            sizes = TextCounts(text_files=len(divided), divided_files=sum(divided))
+            text = counter.counts() + sizes
     splits = {split: writer.entries for split, writer in writers.items()}
     part = FinishedPart(tokenizer_digest=tokenizer.digest, inputs=inputs, splits=splits, text=text)
     record = part.model_dump_json().encode()
@@ -431,18 +447,27 @@ def _finished_part(path: Path, files: list[InputFile], tokenizer: LoadedTokenize
 
 
 def _documents(
-    number: int, files: list[InputFile], warnings: list[str], inputs: list[InputEntry]
+    number: int,
+    files: list[InputFile],
+    warnings: list[str],
+    inputs: list[InputEntry],
+    divided: list[bool],
 ) -> Iterator[str]:
-    """The documents of all files. Adds to `inputs` the entry of each file that has been read."""
+    """The documents of all files. Adds to `inputs` the entry of each file that has been read, and to
+    `divided` whether a text file has several documents."""
 
     def consumed(length: int) -> None:
         _read_bytes[number] += length
 
     for file in files:
-        hasher = blake3.blake3()
-        yield from corpus.read_documents(
+        hasher, num_documents = blake3.blake3(), 0
+        for document in corpus.read_documents(
             file, _job.settings, warn=warnings.append, consumed=consumed, hasher=hasher
-        )
+        ):
+            num_documents += 1
+            yield document
+        if corpus.is_divisible(file, _job.settings):
+            divided.append(num_documents > 1)
         inputs.append(InputEntry(name=file.name, size=file.size, digest=hasher.hexdigest()))
 
 

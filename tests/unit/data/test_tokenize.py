@@ -123,6 +123,18 @@ def test_the_statistics_count_the_text_and_no_digest_covers_them(place: Path) ->
     assert ShardSet.open(folder).digest == digest
 
 
+@pytest.mark.parametrize("separator", ["\n%%\n", r"\n%%\n", "<|endoftext|>"])
+def test_a_separator_that_never_occurs_is_said(
+    place: Path, separator: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configure(document_separator=separator, val_fraction=0.3)
+    build_tokenizer(config)
+    tokenize(config, workers=2)
+    said = capsys.readouterr().err
+    assert ("divides none of 12 text files" in said) == (separator != "\n%%\n")
+    assert ("double quotes" in said) == ("\\" in separator)
+
+
 def test_the_number_of_workers_does_not_change_a_byte(place: Path) -> None:
     config = configure()
     one = files_of(tokenize(config, workers=1))
