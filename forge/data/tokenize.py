@@ -109,7 +109,7 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
     counts = statistics.text or TextCounts()
     _say_separator(counts, config.tokenize)
     _check_splits(manifest, config.tokenize)
-    lossy_tokenizer.refuse(counts, config)
+    lossy_tokenizer.refuse(counts, "", config)
     statistics.write(folder / STATISTICS)
     with disk_trouble(folder):
         fsync_folder(folder)  # the names of all shards before that of the manifest

@@ -19,7 +19,7 @@ from forge.core.machine import Machine
 from forge.core.paths import MANIFEST, RunPaths, tokens_folder
 from forge.core.records import Trained
 from forge.core.terminal import say
-from forge.data import model
+from forge.data.lossy_tokenizer import check_tokenizer
 from forge.data.sources import digests_by_source, open_tokens
 from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.rank_records import RankRecord, TrainTask
@@ -93,10 +93,10 @@ class ForgeTrainer(ForgeRun):
     def prepare(self, start: LaunchPlan) -> int | None:
         for line in family.check_parent(self.config, {}):
             say(f"{self.config.run}: {line}")
+        check_tokenizer(self.config)
         checkpoint = self.checkpoints.repaired_latest()
         if checkpoint is None:
             parent.find(self.config)
-            model.check_tokenizer(self.config)
             resume.begin_afresh(self.paths, start.require_checkpoint, self.config.starts_from)
         else:
             compatibility.check_compatible(self.config, checkpoint)

@@ -13,6 +13,7 @@ from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.paths import STATISTICS, tokens_folder
 from forge.data.content_ids import resolve
+from forge.data.lossy_tokenizer import check_tokenizer
 from forge.data.shards import ShardSet
 from forge.data.statistics import TextCounts, read_statistics
 from forge.data.tokenize import tokenize
@@ -124,6 +125,23 @@ def test_tokens_of_an_earlier_version_are_checked_by_their_text() -> None:
     with pytest.raises(DataError, match="loses text"):
         tokenize(config_of(documents(20, 20)), workers=1)
     ShardSet.open(folder).verify()
+
+
+def test_old_tokens_are_refused_before_training_where_their_text_is_still_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tokenize(config_of(documents(20, 20), max_lost=1), workers=1)
+    config = config_of(documents(20, 20))
+    with pytest.raises(DataError, match="loses text"):
+        check_tokenizer(config)
+    (folder / STATISTICS).unlink()
+    with pytest.raises(DataError, match="in a sample of"):
+        check_tokenizer(config)
+    check_tokenizer(config_of(documents(20, 20), max_lost=1))
+    assert "cannot tell" not in capsys.readouterr().err
+    Path("texts/a.jsonl").unlink()
+    check_tokenizer(config)
+    assert "cannot tell whether the tokenizer has lost text" in capsys.readouterr().err
 
 
 def test_white_space_that_is_left_out_is_said_and_allowed(
