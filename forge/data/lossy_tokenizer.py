@@ -75,7 +75,7 @@ def _counts_of_sample(
 ) -> tuple[TextCounts, str]:
     """Counts of a sample, and its size in words."""
     counter, encode = LossCounter(Spelling(tokenizer)), reference_encoder(tokenizer)
-    for batch in grouped(_sample(config, files), utf8_bytes, BATCH_BYTES):
+    for batch in grouped(_sample(config, files), counter.num_bytes, BATCH_BYTES):
         try:
             counter.add(batch, encode(batch))
         except Unencodable:

@@ -148,9 +148,14 @@ class LossCounter:
         self._text = np.zeros(0, np.int64)  # by code point, up to the largest one
         self._ids = np.zeros(len(spelling.characters) if spelling else 0, np.int64)
 
+    def num_bytes(self, document: str) -> int:
+        """Bytes of a document, which are counted here: a second look at each text would cost time."""
+        size = utf8_bytes(document)
+        self._num_bytes += size
+        return size
+
     def add(self, documents: Sequence[str], encoded: Sequence[NDArray[np.uint32]]) -> None:
-        """Count documents and their ids."""
-        self._num_bytes += sum(map(utf8_bytes, documents))
+        """Count the characters of documents, and their ids."""
         self._num_characters += sum(map(len, documents))
         if self._spelling:
             # Canonical composition: é as one character or as two is the same text.

@@ -29,7 +29,6 @@ from forge.core.files import (
     disk_trouble,
     fsync_folder,
     grouped,
-    utf8_bytes,
 )
 from forge.core.paths import MANIFEST, STATISTICS, tokenizer_folder, tokens_folder
 from forge.core.process import stop_with_parent
@@ -513,7 +512,7 @@ def _write_text(
     eos = np.array([tokenizer.eos_id], dtype=np.uint32)
     val_fraction = _job.settings.val_fraction
     num_documents = 0
-    for batch in grouped(documents, utf8_bytes, BATCH_BYTES):
+    for batch in grouped(documents, counter.num_bytes, BATCH_BYTES):
         try:
             encoded = encode(batch)
             parts: dict[Split, list[Ids]] = {split: [] for split in SPLITS}
