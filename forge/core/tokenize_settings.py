@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -22,6 +22,10 @@ UNNAMED = ("fast", "max_lost")
 MAX_LOST = 0.2
 # Values of tokenize.format for files that hold ids in place of text.
 TOKEN_FORMATS = ("nanogpt", "megatron", "dolma")
+# Formats whose files do not record the dtype of the ids.
+UNRECORDED_DTYPE = ("nanogpt", "dolma")
+TokenDtype = Literal["uint16", "uint32", "int32", "int64"]
+TOKEN_DTYPES = get_args(TokenDtype)
 
 
 class Tokenizer(Section):
@@ -68,8 +72,9 @@ class Source(Section):
     """`auto` decides by the file name (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, else text). Files of
     nanoGPT (.bin), Megatron-LM (.bin, .idx) and dolma (.npy) hold ids, made with the tokenizer that is
     given."""
-    token_dtype: Literal["uint16", "uint32", "int32"] = "uint16"
-    """Type of the ids in files of nanoGPT and dolma, which do not record it; Megatron-LM's index does."""
+    token_dtype: TokenDtype = "uint16"
+    """Type of the ids in files of nanoGPT and dolma, which do not record it; Megatron-LM's index and the
+    header of `np.save` do."""
     text_field: str = "text"
     """The field (JSONL) or column (parquet) that holds the text."""
     document_separator: str | None = None

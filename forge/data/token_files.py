@@ -5,6 +5,9 @@
   (megatron/core/datasets/indexed_dataset.py)
 - dolma: `.npy` with ids and no header of NumPy, and `.csv.gz` with a row for each document: start and
   end in tokens, then where its text is from (python/dolma/tokenizer/memmap_writer.py)
+
+A file with NumPy's header (np.save) is read by it, other headers are refused (`data.token_headers`).
+Whether plain ids are of the dtype that the settings say: `data.token_readings`.
 """
 
 from __future__ import annotations
@@ -21,11 +24,14 @@ import numpy as np
 
 from forge.core.errors import DataError
 from forge.core.files import disk_trouble
-from forge.core.tokenize_settings import TOKEN_FORMATS, Tokenize
+from forge.core.tokenize_settings import TOKEN_FORMATS, UNRECORDED_DTYPE, Tokenize
+from forge.data import token_headers, token_readings
 from forge.data.corpus import InputFile
+from forge.data.token_readings import PlainIds
 
 DATA_SUFFIX = {"nanogpt": ".bin", "megatron": ".bin", "dolma": ".npy"}
 INDEX_SUFFIX = {"megatron": ".idx", "dolma": ".csv.gz"}
+COMPRESSIONS = ("gz", "zst", "xz", "bz2", "lz4", "zip")
 CHUNK_TOKENS = 2**20
 # A document is held in memory. Of more tokens than this, the wrong id was taken for the end of text.
 MAX_DOCUMENT_TOKENS = 2**26
@@ -48,6 +54,7 @@ def data_files(files: list[InputFile], settings: Tokenize) -> list[InputFile]:
         return files
     suffix = DATA_SUFFIX[settings.format]
     matching = [file for file in files if file.path.suffix == suffix]
+    _refuse_compressed(files, suffix)
     if not matching:
         raise DataError(
             f"{settings.shown_inputs} has no file of ids: of {len(files)} files none ends in {suffix}",
@@ -55,6 +62,19 @@ def data_files(files: list[InputFile], settings: Tokenize) -> list[InputFile]:
             fix=f"name the {suffix} files, or correct `format`",
         )
     return matching
+
+
+def _refuse_compressed(files: list[InputFile], suffix: str) -> None:
+    """DataError for compressed ids: among plain ones they would be left out without a word."""
+    names = {file.location for file in files}
+    for file in files:
+        plain, dot, ending = file.location.rpartition(".")
+        if dot and ending in COMPRESSIONS and plain.endswith(suffix) and plain not in names:
+            raise DataError(
+                f"{file.path} has compressed ids, which are not read",
+                cause=f"of its directory or glob only {suffix} files are",
+                fix="decompress it beside itself, or name the files that shall be read",
+            )
 
 
 def with_index(files: list[InputFile], settings: Tokenize) -> list[InputFile]:
@@ -78,10 +98,13 @@ def _index(file: InputFile, kind: str) -> Iterator[InputFile]:
 @dataclass(frozen=True)
 class _Layout:
     """dtype: of the ids in a file. ends: positions after the last tokens of its documents, ascending;
-    None: only the end-of-text id tells."""
+    None: only the end-of-text id tells. start: the byte at which ids begin. is_guess: the dtype is that
+    of the settings, and the file does not record it."""
 
     dtype: np.dtype[Any]
     ends: Ids | None = None
+    start: int = 0
+    is_guess: bool = False
 
 
 def read_documents(
@@ -100,8 +123,10 @@ def read_documents(
     """
     with disk_trouble(file.path, "read"):
         layout = _layout(file, settings)
-        _check_size(file, layout, settings)
-        chunks = _chunks(file, layout, settings, vocab_size, consumed)
+        other = _OtherReadings(layout, PlainIds(file.path, file.size, vocab_size, eos_id))
+        _check_size(file, layout, other)
+        other.refuse()
+        chunks = _chunks(file, layout, other, consumed)
         has_end, start, held = layout.ends is not None, 0, list[Ids]()
         for ids in chunks:
             cuts = _cuts(ids, start, eos_id, layout.ends)
@@ -112,9 +137,9 @@ def read_documents(
                 begin, held = end, []
             held.append(ids[begin:])
             has_end, start = has_end or len(cuts) > 0, start + len(ids)
-            _check_length(file, sum(map(len, held)), eos_id)
+            _check_length(file, sum(map(len, held)), other)
         if start and not has_end:
-            raise _no_end(file, f"has {start} tokens, and none is", eos_id)
+            raise _no_end(file, f"has {start} tokens, and none is", other)
         yield from _document(held, eos_id)
 
 
@@ -136,56 +161,91 @@ def _cuts(ids: Ids, start: int, eos_id: int, ends: Ids | None) -> Ids:
 
 
 def _chunks(
-    file: InputFile,
-    layout: _Layout,
-    settings: Tokenize,
-    vocab_size: int,
-    consumed: Callable[[int], None],
+    file: InputFile, layout: _Layout, other: _OtherReadings, consumed: Callable[[int], None]
 ) -> Iterator[Ids]:
     """The ids of a file as uint32, checked."""
     start = 0
     with open(file.path, "rb") as stream:
+        stream.seek(layout.start)
         while len(ids := np.fromfile(stream, layout.dtype, CHUNK_TOKENS)):
-            wrong = (ids < 0) | (ids >= vocab_size)
+            wrong = (ids < 0) | (ids >= other.ids.vocab_size)
             if wrong.any():
                 at = int(wrong.argmax())
                 raise DataError(
                     f"{file.path}: token {start + at} is id {ids[at]}, and the tokenizer has"
-                    f" {vocab_size} ids",
+                    f" {other.ids.vocab_size} ids",
                     cause=f"made with another tokenizer, or not of {layout.dtype.name}",
-                    fix=f"correct tokenizer.source{_or_dtype(settings)}",
+                    fix=other.fix("correct tokenizer.source"),
                 )
-            if start == 0:
-                _check_width(file, ids, settings)
             consumed(ids.nbytes)
             start += len(ids)
             yield ids.astype(np.uint32)
 
 
-def _check_width(file: InputFile, ids: Ids, settings: Tokenize) -> None:
-    """Small 32-bit ids that are read as 16-bit ones are ids, too: every second one is 0."""
-    if settings.format == "megatron" or settings.token_dtype != "uint16":
-        return
-    if len(ids) > 1 and not ids[1::2].any() and ids[::2].any():
-        raise DataError(
-            f"{file.path}: every second one of the first {len(ids)} ids of 16 bits is 0",
-            cause="the file has ids of 32 bits; tokenize.token_dtype is uint16",
-            fix="set tokenize.token_dtype: uint32",
-        )
-
-
-def _check_length(file: InputFile, num_tokens: int, eos_id: int) -> None:
+def _check_length(file: InputFile, num_tokens: int, other: _OtherReadings) -> None:
     if num_tokens > MAX_DOCUMENT_TOKENS:
-        raise _no_end(
-            file, f"has a document of more than {MAX_DOCUMENT_TOKENS} tokens without", eos_id
-        )
+        what = f"has a document of more than {MAX_DOCUMENT_TOKENS} tokens without"
+        raise _no_end(file, what, other)
 
 
-def _no_end(file: InputFile, what: str, eos_id: int) -> DataError:
+def _no_end(file: InputFile, what: str, other: _OtherReadings) -> DataError:
     return DataError(
-        f"{file.path} {what} id {eos_id}, which ends a document",
+        f"{file.path} {what} id {other.ids.eos_id}, which ends a document",
         cause="another token ends its documents, or none does",
-        fix="set tokenizer.eos_token to the token that ends a document in these files",
+        fix=other.fix(
+            "set tokenizer.eos_token to the token that ends a document in these files", ""
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _OtherReadings:
+    """What else the bytes of a file may be, where settings say the dtype and nothing in the file."""
+
+    layout: _Layout
+    ids: PlainIds
+
+    def refuse(self) -> None:
+        """DataError where another dtype fits better, by `PlainIds.refuse_other`."""
+        if self.layout.is_guess and self.ids.size:
+            self.ids.refuse_other(self.layout.dtype, has_index=self.layout.ends is not None)
+
+    def fix(self, fix: str, or_dtype: str = ", or correct `token_dtype` in tokenize") -> str:
+        """The fix of an error, or what to set for the readings that fit the file. or_dtype: added where
+        none fits."""
+        if not self.layout.is_guess:
+            return fix
+        ends = self.layout.ends
+        found = self.ids.others(None if ends is None else int(ends[-1:].sum()))
+        found = [dtype for dtype in found if dtype != self.layout.dtype]
+        return token_readings.how_to_read(found, self.ids.path) if found else fix + or_dtype
+
+
+def refuse_other_readings(
+    files: list[InputFile], settings: Tokenize, *, vocab_size: int, eos_id: int
+) -> None:
+    """DataError for the first file whose ids are rather of another dtype than tokenize.token_dtype: an
+    earlier version of Forge has read it all the same. Reads the beginning of each file."""
+    if settings.format not in UNRECORDED_DTYPE:
+        return
+    for file in files:
+        with disk_trouble(file.path, "read"):
+            has_index = next(_index(file, settings.format), None) is not None
+            layout = _by_header(file, settings, np.empty(0) if has_index else None)
+            _OtherReadings(layout, PlainIds(file.path, file.size, vocab_size, eos_id)).refuse()
+
+
+def warning(files: list[InputFile], settings: Tokenize, vocab_size: int) -> str | None:
+    """A warning where 16 bits cannot hold all ids of the tokenizer; by the first file."""
+    if settings.format not in UNRECORDED_DTYPE or vocab_size <= 2**16 or not files:
+        return None
+    with disk_trouble(files[0].path, "read"):
+        dtype = _by_header(files[0], settings, None).dtype
+    if dtype.itemsize > 2:
+        return None
+    return (
+        f"warning: {files[0].path} has ids of 16 bits, and the tokenizer has {vocab_size}: a program that"
+        " wrote larger ones wrapped them to others, which cannot be seen in the file"
     )
 
 
@@ -195,18 +255,24 @@ def _no_end(file: InputFile, what: str, eos_id: int) -> DataError:
 def _layout(file: InputFile, settings: Tokenize) -> _Layout:
     if settings.format == "megatron":
         return _of_megatron(file)
-    dtype = np.dtype(settings.token_dtype).newbyteorder("<")
     index = next(_index(file, settings.format), None)
-    return _Layout(dtype, _ends_of_dolma(index.path) if index else None)
+    return _by_header(file, settings, _ends_of_dolma(index.path) if index else None)
 
 
-def _check_size(file: InputFile, layout: _Layout, settings: Tokenize) -> None:
-    num_tokens, rest = divmod(file.size, layout.dtype.itemsize)
+def _by_header(file: InputFile, settings: Tokenize, ends: Ids | None) -> _Layout:
+    if token_headers.refuse_header(file.path, file.size):
+        dtype, start = token_headers.numpy_header(file.path, file.size)
+        return _Layout(dtype, ends, start)
+    return _Layout(np.dtype(settings.token_dtype).newbyteorder("<"), ends, is_guess=True)
+
+
+def _check_size(file: InputFile, layout: _Layout, other: _OtherReadings) -> None:
+    num_tokens, rest = divmod(file.size - layout.start, layout.dtype.itemsize)
     if rest:
         raise DataError(
             f"{file.path} has {file.size} bytes, no multiple of {layout.dtype.itemsize}",
             cause=f"an interrupted copy, or ids of another dtype than {layout.dtype.name}",
-            fix=f"copy it again{_or_dtype(settings)}",
+            fix=other.fix("copy it again"),
         )
     if layout.ends is None:
         return
@@ -216,13 +282,8 @@ def _check_size(file: InputFile, layout: _Layout, settings: Tokenize) -> None:
             f"{file.path} has {num_tokens} tokens, the documents of its index end at {last}",
             cause="an interrupted copy, the index of another file, or ids of another dtype than"
             f" {layout.dtype.name}",
-            fix=f"copy both files again{_or_dtype(settings)}",
+            fix=other.fix("copy both files again"),
         )
-
-
-def _or_dtype(settings: Tokenize) -> str:
-    """Part of a fix. An index of Megatron-LM tells the dtype."""
-    return "" if settings.format == "megatron" else ", or correct `token_dtype` in tokenize"
 
 
 def _of_megatron(file: InputFile) -> _Layout:
