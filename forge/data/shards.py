@@ -18,15 +18,19 @@ import orjson
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from forge.core.errors import DataError
 from forge.core.file_list import FileEntry, FileList, verify
 from forge.core.files import (
     MAX_JSON_BYTES,
     RelativePath,
     atomic_open,
     digest_bytes,
+    disk_trouble,
 )
 from forge.core.paths import MANIFEST
 from forge.core.records import Record, RecordPart
+from forge.core.tokenize_settings import TOKEN_DTYPES, UNRECORDED_DTYPE
+from forge.data import token_readings
 
 Kind = Literal["shards", "inputs"]
 
@@ -80,6 +84,8 @@ DIGEST = r"^[0-9a-f]{64}$"
 SHARD_NAME = r"^[A-Za-z0-9][A-Za-z0-9_-]*\.bin$"
 
 AGAIN = "remove the directory and run `forge tokenize CONFIG` (or stage) again"
+# Shards of each split that `open` reads the beginning of, to check how ids were read; `verify` takes all.
+FIRST_SHARDS = 4
 
 
 def dtype_name(vocab_size: int) -> Literal["uint16", "uint32"]:
@@ -229,7 +235,10 @@ class ShardSet:
             for split in SPLITS
         )
         shard_list(folder, manifest.splits, dtype).check_sizes()
-        return cls(folder, manifest, digest_bytes((folder / MANIFEST).read_bytes()), train, val)
+        digest = digest_bytes((folder / MANIFEST).read_bytes())
+        shards = cls(folder, manifest, digest, train, val)
+        shards.check_reading(train[:FIRST_SHARDS] + val[:FIRST_SHARDS])
+        return shards
 
     @property
     def vocab_size(self) -> int:
@@ -262,8 +271,34 @@ class ShardSet:
         return sum(shard.num_bytes for shard in self.train + self.val)
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Verify digests. share, errors: as `file_list.verify`."""
+        """Verify digests, and `check_reading`. share, errors: as `file_list.verify`."""
         verify([self.file_list], share)
+        self.check_reading((self.train + self.val)[share[0] :: share[1]])
+
+    def check_reading(self, shards: Sequence[Shard]) -> None:
+        """DataError for a shard by which an earlier version of Forge read ids of another width, or a
+        header, as ids. Reads the first KiB of each."""
+        settings = self.manifest.settings
+        if settings.get("format") in UNRECORDED_DTYPE:
+            for shard in shards:
+                refuse_reading(shard, settings, self.vocab_size, self.eos_id)
+
+
+def refuse_reading(shard: Shard, settings: dict[str, Any], vocab_size: int, eos_id: int) -> None:
+    """DataError for a shard whose ids were of another kind than settings["token_dtype"] says."""
+    name = settings.get("token_dtype")
+    if name not in TOKEN_DTYPES:
+        return
+    dtype = np.dtype(name).newbyteorder("<")
+    with disk_trouble(shard.path, "read"):
+        ids = np.fromfile(shard.path, shard.dtype, token_readings.SET_SAMPLE_IDS)
+    wrong = token_readings.wrong_shard(ids, dtype, vocab_size=vocab_size, eos_id=eos_id)
+    if wrong:
+        raise DataError(
+            f"{shard.path} {wrong}",
+            cause=f"an earlier version of Forge read its input files as ids of {name}, and they are not",
+            fix=f"{AGAIN}: it says what is in them",
+        )
 
 
 # --- writing ------------------------------------------------------------------------------------

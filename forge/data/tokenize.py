@@ -34,7 +34,7 @@ from forge.core.paths import MANIFEST, STATISTICS, tokenizer_folder, tokens_fold
 from forge.core.process import stop_with_parent
 from forge.core.records import RecordPart
 from forge.core.terminal import progress, say
-from forge.core.tokenize_settings import TOKEN_FORMATS, Tokenize
+from forge.core.tokenize_settings import TOKEN_FORMATS, UNRECORDED_DTYPE, Tokenize
 from forge.data import content_ids, corpus, lossy_tokenizer, token_files
 from forge.data.corpus import InputFile
 from forge.data.encoders import (
@@ -54,6 +54,7 @@ from forge.data.shards import (
     SPLITS,
     EndInDocument,
     InputEntry,
+    Shard,
     ShardEntry,
     ShardManifest,
     ShardSet,
@@ -61,6 +62,7 @@ from forge.data.shards import (
     Split,
     Total,
     dtype_name,
+    refuse_reading,
     shard_list,
 )
 from forge.data.statistics import Statistics, TextCounts, read_statistics
@@ -90,9 +92,13 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
     if _is_current(folder, tokenizer, listed, threads=max(1, min(workers, os.cpu_count() or 1))):
         counts = (read_statistics(folder) or Statistics()).text
         lossy_tokenizer.check_existing(config, tokenizer, files, counts)
+        limits = {"vocab_size": tokenizer.vocab_size, "eos_id": tokenizer.eos_id}
+        token_files.refuse_other_readings(files, config.tokenize, **limits)
         say(f"tokens {folder.name}: nothing to do")
         return folder
     lossy_tokenizer.check_sample(config, tokenizer, files)
+    if warning := token_files.warning(files, config.tokenize, tokenizer.vocab_size):
+        say(warning)
     _clean(folder)
     fast = _can_be_fast(config.tokenize, tokenizer)
     job = _Job(folder, tokenizer_path, config.tokenize, fast)
@@ -126,10 +132,12 @@ def _is_current(
     if not (folder / MANIFEST).exists():
         return False
     try:
-        manifest = ShardSet.open(folder).manifest
+        shards = ShardSet.open(folder)
+        shards.check_reading(shards.train + shards.val)
     except DataError as err:
         say(f"{err.what}: rebuilding the shards")
         return False
+    manifest = shards.manifest
     if manifest.tokenizer_digest != tokenizer.digest:
         say(f"tokens {folder.name}: the tokenizer has changed, rebuilding the shards")
         return False
@@ -440,9 +448,19 @@ def _finished_part(path: Path, files: list[InputFile], tokenizer: LoadedTokenize
         if part.text is None and _job.settings.format not in TOKEN_FORMATS:
             return None  # of an earlier version, which did not count
         verify([shard_list(_job.folder, part.splits, dtype)])
+        _check_reading(part, dtype, tokenizer)
     except (DataError, ValidationError):
         return None
     return record
+
+
+def _check_reading(part: FinishedPart, dtype: np.dtype[Any], tokenizer: LoadedTokenizer) -> None:
+    """DataError as `ShardSet.check_reading`: an earlier version may have made the part."""
+    if _job.settings.format in UNRECORDED_DTYPE:
+        settings = content_ids.tokens_settings(_job.settings)
+        for entry in (entry for entries in part.splits.values() for entry in entries):
+            shard = Shard(_job.folder / entry.file, entry.tokens, dtype)
+            refuse_reading(shard, settings, tokenizer.vocab_size, tokenizer.eos_id)
 
 
 def _documents(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 from forge.checkpoint.manifest import Manifest, RecordedMix
 from forge.core.config import Ids
@@ -57,7 +58,7 @@ def _weight(mix: RecordedMix, name: str) -> str:
     return ", ".join([first, *changes])
 
 
-def text_lines(data: str, ids: Ids) -> list[str]:
+def text_lines(data: Path, ids: Ids) -> list[str]:
     """Lines on the text of a run's tokens, by source, from their statistics; [] of tokens without any.
     Raises DataError where these are corrupt."""
     tokens = ids.sources or {"": ids.tokens}

@@ -16,7 +16,7 @@ from forge.core.records import Check, PreflightResult, Sample, Trained, Validati
 from forge.core.terminal import one_line
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_rows import SourceRow, source_rows, text_lines
-from forge.reporting.run_state import RunState, ask_slurm, ids_of, judge
+from forge.reporting.run_state import RunState, ask_slurm, data_folder, ids_of, judge
 from forge.run import certified
 from forge.run.forecast import Expected, end_at, expected_by
 
@@ -122,9 +122,8 @@ def summarize(paths: RunPaths) -> Summary:
     validation = _readable(lambda: Validation.read_if_there(paths.validation), troubles)
     preflight = _readable(lambda: PreflightResult.read_if_there(paths.preflight), troubles)
     files = RunFiles(paths)
-    text = _readable(
-        lambda: text_lines(files.config.get("data", ""), ids_of(files.config)), troubles
-    )
+    data = data_folder(files)
+    text = _readable(lambda: text_lines(data, ids_of(files.config)) if data else [], troubles)
     checkpoint = _readable(files.checkpoints.latest, troubles)
     again = _readable(lambda: files.trained_again, troubles) or []
     queue, _ = ask_slurm([paths])
