@@ -116,7 +116,8 @@ class Config(Section):
     run: str = Field("base", pattern=rf"^{RUN_NAME}$")
     """Name of the run and of its directory in `results`."""
     results: FilePath = Field("results", min_length=1)
-    """Directory with one directory per run."""
+    """Directory with one directory per run. In every path of a config `~` and variables of the
+    environment are expanded; config.json has the result."""
     data: FilePath = Field("data", min_length=1)
     """Directory of tokenizers and tokens, shared between runs."""
     parent: str | None = None
@@ -264,6 +265,12 @@ class Config(Section):
             if step.isdecimal():  # else checked when the step is known
                 require_sources(self.train.mix, self.tokenize.sources or (), int(step))
         return self
+
+    @property
+    def literal_folders(self) -> list[str]:
+        """Directories with an unexpanded `~` or variable, which are there by that name: an earlier
+        version made them."""
+        return [path for path in (self.results, self.data) if path[:1] == "~" or "$" in path]
 
     @property
     def starts_from(self) -> str | None:

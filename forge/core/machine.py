@@ -11,7 +11,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from forge.core.config import FilePath, Section, apply_overrides, checked, read_values
+from forge.core.config import Section, apply_overrides, checked, read_values
+from forge.core.section import FilePath, LiteralPath
 
 # 11 days. poll(2) counts milliseconds in 32 bits.
 MAX_SEC = 10**6
@@ -74,7 +75,8 @@ class StageSettings(Section):
     on a shared one that is fast enough as measured on the node (1000 random reads/s, 500 MiB/s). Outside
     of a Slurm job, where nothing would remove the copies, only with `always`, or `keep`."""
     folder: FilePath | None = None
-    """Staging directory on each node; null: $SLURM_TMPDIR, else $TMPDIR, else /tmp."""
+    """Staging directory on each node; null: $SLURM_TMPDIR, else $TMPDIR, else /tmp. Variables in it are
+    those of the command that stages, on the first node."""
     keep: bool = False
     """Keep the copies when the job ends, for the next run on the same nodes."""
     project: Literal["auto"] | bool = False
@@ -198,16 +200,16 @@ class EnvironmentSettings(Section):
 class ContainerSettings(Section):
     """The container in which ranks run, and the processes that stage and check their nodes."""
 
-    image: str = Field(min_length=1)
+    image: FilePath = Field(min_length=1)
     """A file (`.sif`; of pyxis `.sqsh`) or an unpacked root directory, by its absolute path, or a name
     that the engine knows on every node, such as `localhost/forge:latest`. podman downloads none."""
     engine: Literal["auto", "apptainer", "singularity", "pyxis", "podman"] = "auto"
     """`auto`: the first of these on the node on which the command runs."""
-    python: FilePath = "/opt/forge/bin/python"
+    python: LiteralPath = "/opt/forge/bin/python"
     """The Python inside that has Forge and its packages. That of the image, as `Containerfile` and
     `forge.def` make it; or that of the project, such as `/shared/project/.venv/bin/python`, where the
     image has the Python from which the environment was made."""
-    binds: list[str] = Field(default=[])
+    binds: list[FilePath] = Field(default=[])
     """Further directories, `/path` or `/path:/inside[:ro]`. The project, `results`, `data`, the disk of a
     node ($SLURM_TMPDIR, $TMPDIR or /tmp) and `stage.folder` are always bound, at their own paths."""
     arguments: list[str] = Field(default=[])
@@ -223,8 +225,10 @@ class ContainerSettings(Section):
     @field_validator("python")
     @classmethod
     def _is_absolute(cls, python: str) -> str:
-        if not python.startswith("/"):
-            raise ValueError("Input should be an absolute path, as it is inside of the container")
+        if not python.startswith("/") or "$" in python:
+            raise ValueError(
+                "Input should be an absolute path, as it is inside of the container, without variables"
+            )
         return python
 
     @field_validator("binds")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 
 from pydantic import (
@@ -21,6 +23,31 @@ MAX_NAME_BYTES = 255  # of one file or directory, on every file system of Linux 
 MAX_PATH_BYTES = 3072  # Linux allows 4096 (PATH_MAX); Forge appends names of its own
 
 
+def expanded(path: str) -> str:
+    """The path with `~`, `~USER` and variables, also in braces, replaced as by a shell.
+
+    A part that is there under its literal name stays: earlier versions expanded nothing. Raises
+    ValueError for a variable that is unset or empty, which would lead elsewhere, and for an unknown user.
+    """
+    first = re.match(r"(?:[^$]*/)?[^$/]*\$[^/]*" if path[:1] != "~" else r"~[^/]*", path)
+    if not first or os.path.lexists(first[0]):
+        return path
+
+    def value(variable: re.Match[str]) -> str:
+        name = variable[1] or variable[2]
+        if not os.environ.get(name):
+            raise ValueError(
+                f"the variable {name} is not set, or empty: export it, or write the path without it"
+            )
+        return os.environ[name]
+
+    path = re.sub(r"\$(?:(\w+)|\{([^}]*)\})", value, path, flags=re.ASCII)
+    path = os.path.expanduser(path)  # noqa: PTH111 (Path would drop "./" and a slash at the end)
+    if path.startswith("~"):
+        raise ValueError(f"{path.split('/')[0]} is no home directory: there is no such user")
+    return path
+
+
 def _usable_path(path: str) -> str:
     if "\0" in path:
         raise ValueError("a null byte cannot be part of a path")
@@ -32,7 +59,8 @@ def _usable_path(path: str) -> str:
     return path
 
 
-FilePath = Annotated[str, AfterValidator(_usable_path)]
+LiteralPath = Annotated[str, AfterValidator(_usable_path)]
+FilePath = Annotated[str, AfterValidator(lambda path: _usable_path(expanded(path)))]
 
 
 class Section(BaseModel):

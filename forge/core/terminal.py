@@ -6,6 +6,7 @@ Lines in log files start with the time; those on a terminal do not.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import stat
@@ -59,6 +60,12 @@ def say(message: str) -> None:
     """Print a message to standard error; standard output is for data."""
     for file in (sys.stderr, *_copies):
         write(message, file)
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """As `say`, once in a process: for what several steps of a command find out."""
+    say(message)
 
 
 def show(line: str) -> None:

@@ -17,7 +17,7 @@ from forge.core.files import (
     short_id,
 )
 from forge.core.paths import MANIFEST, RunPaths, inputs_folder, tokenizer_folder, tokens_folder
-from forge.core.terminal import say
+from forge.core.terminal import say, say_once
 from forge.core.tokenize_settings import TOKEN_FORMATS, UNNAMED, Tokenize
 from forge.data import corpus, model
 from forge.data.corpus import INPUTS, of_key
@@ -39,6 +39,11 @@ def resolve(config: Config) -> ResolvedConfig:
     `model.with_pretrained`. A run whose inputs are gone keeps its ids while what was made from them is
     there.
     """
+    for folder in config.literal_folders:
+        say_once(
+            f"note: {folder!r} is a directory of this name here, made by an earlier version; move it, and"
+            " the path is expanded"
+        )
     config = model.with_pretrained(config)
     try:
         ids = config.ids or resolve_ids(config)

@@ -146,7 +146,7 @@ def _input_file(name: str, path: str, spec: str) -> InputFile:
     except OSError as err:
         raise DataError(
             f"tokenize.inputs: {spec!r}: cannot read {path}: {err.strerror}",
-            cause=f"paths are relative to {Path.cwd()}; ~ and variables are not expanded",
+            cause=f"paths are relative to {Path.cwd()}",
             fix="correct tokenize.inputs, or put the file there; a file that a rule of your own makes is"
             f" named {RULE}FILE",
         ) from None
