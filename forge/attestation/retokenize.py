@@ -106,19 +106,26 @@ def _found(texts: str, stated: list[TextFile]) -> dict[str, InputFile]:
 
 def _links_to(folder: Path, files: list[TextFile], found: dict[str, InputFile]) -> str:
     """What `tokenize.inputs` names for these files: a directory with links, in the order in which they
-    were read, and with their endings, which tell the format."""
+    were read, and with their endings, which tell the format. Of equal texts all but one are copies: two
+    links to a file are read once."""
     of_python = [file.name.startswith(STDLIB) for file in files]
     if all(of_python):
         return STDLIB
     if any(of_python):
         raise VerificationError("files of Python's library beside others cannot be compared")
     folder.mkdir(parents=True)
+    linked = set[str]()
     for number, file in enumerate(files):
         try:
             name = plain_name(os.path.basename(file.name)[-200:])  # noqa: PTH119 (not a path here)
         except ValueError as err:
             raise VerificationError(str(err)) from None
-        (folder / f"{number:08d}-{name}").symlink_to(found[file.blake3].path.absolute())
+        text, link = found[file.blake3].path.absolute(), folder / f"{number:08d}-{name}"
+        if file.blake3 in linked:
+            shutil.copyfile(text, link)
+        else:
+            link.symlink_to(text)
+            linked.add(file.blake3)
     return str(folder)
 
 

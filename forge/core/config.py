@@ -285,6 +285,16 @@ class Config(Section):
         return [self.results, self.data, *program]
 
     @property
+    def own_folders(self) -> str:
+        """Pattern of absolute paths of the directories in which Forge writes: `results`, and what Forge
+        makes in `data`, where a user's own files may be, too."""
+        results, data = Path(self.results), Path(self.data)
+        if Path.cwd().is_relative_to(results.absolute()):
+            results /= self.run  # around it is the project
+        made = "(tokenizers|tokens|inputs|models)/[0-9a-f]{12}"
+        return rf"({_either(results)}|({_either(data)})/{made})(/|$)"
+
+    @property
     def goal(self) -> int:
         """The step at which the run is complete; 0 for a program without checkpoints."""
         return self.program.goal_step if self.program else self.train.max_steps
@@ -331,6 +341,11 @@ class ResolvedConfig(Config):
         """The sections that only validation reads."""
         values = self.to_json()
         return {key: values[key] for key in ("validate", "report")}
+
+
+def _either(path: Path) -> str:
+    """Pattern of a path, as it is named and as links lead."""
+    return f"{re.escape(str(path.absolute()))}|{re.escape(str(path.resolve()))}"
 
 
 # --- reading ------------------------------------------------------------------------------------

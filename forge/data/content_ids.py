@@ -73,7 +73,7 @@ def resolve_ids(config: Config) -> Ids:
         return Ids(inputs=inputs)
     tokenizer = short_id(tokenizer_recipe(config))
     tokens = {
-        name: short_id(_tokens_recipe(settings, tokenizer, name))
+        name: short_id(_tokens_recipe(settings, tokenizer, config.own_folders, name))
         for name, settings in config.tokenize.corpora.items()
     }
     weights = short_id(model.recipe(config)) if config.model.init else ""
@@ -140,7 +140,7 @@ def require_current(config: ResolvedConfig, key: str) -> None:
     elif key == "model":
         now = short_id(model.recipe(config))
     else:
-        now = short_id(_tokens_recipe(config.tokenize, config.ids.tokenizer))
+        now = short_id(_tokens_recipe(config.tokenize, config.ids.tokenizer, config.own_folders))
     if then != now:
         raise DataError(
             f"the config was resolved to {key} {then}, but its inputs now give {now}",
@@ -162,7 +162,8 @@ def tokenizer_recipe(config: Config) -> dict[str, Any]:
         case "train":
             recipe |= settings.model_dump(include={"vocab_size", "sample_mib"})
             read = {
-                name: _reading(corpus, name) for name, corpus in config.tokenize.corpora.items()
+                name: _reading(corpus, config.own_folders, name)
+                for name, corpus in config.tokenize.corpora.items()
             }
             recipe |= read[""] if config.tokenize.sources is None else {"sources": read}
         case "path":
@@ -201,34 +202,37 @@ def tokens_settings(settings: Tokenize) -> dict[str, Any]:
     return settings.model_dump(mode="json", exclude={"inputs", *UNNAMED, *unused})
 
 
-def _tokens_recipe(settings: Tokenize, tokenizer: str, source: str = "") -> dict[str, Any]:
+def _tokens_recipe(
+    settings: Tokenize, tokenizer: str, own: str, source: str = ""
+) -> dict[str, Any]:
     return {
         "format": TOKENS_FORMAT,
         "tokenizer": tokenizer,
         "settings": tokens_settings(settings),
-        "listing": _listing_digest(settings, source),
+        "listing": _listing_digest(settings, own, source),
     }
 
 
-def _reading(settings: Tokenize, source: str) -> dict[str, Any]:
+def _reading(settings: Tokenize, own: str, source: str) -> dict[str, Any]:
     """The settings of one corpus on which a trained tokenizer depends."""
-    listing = _listing_digest(settings, source)
+    listing = _listing_digest(settings, own, source)
     return {**settings.model_dump(include=set(READING)), "listing": listing}
 
 
-def _listing_digest(settings: Tokenize, source: str) -> str:
-    """source: the name of the corpus in tokenize.sources, for errors; "" for tokenize.inputs."""
+def _listing_digest(settings: Tokenize, own: str, source: str) -> str:
+    """own: as for `corpus.list_named`. source: the name of the corpus in tokenize.sources, for errors; ""
+    for tokenize.inputs."""
     try:
-        return _cached_listing_digest(tuple(settings.inputs), str(Path.cwd()))
+        return _cached_listing_digest(tuple(settings.inputs), own, str(Path.cwd()))
     except DataError as err:
         raise of_key(err, f"tokenize.sources.{source}.inputs" if source else INPUTS) from None
 
 
 @functools.cache
-def _cached_listing_digest(inputs: tuple[str, ...], _cwd: str) -> str:
+def _cached_listing_digest(inputs: tuple[str, ...], own: str, _cwd: str) -> str:
     """Cached for sweeps of hundreds of runs, by working directory, on which relative inputs depend."""
     listed: list[Any] = [
-        (file.name, file.size) for file in corpus.list_named(corpus.local_inputs(inputs))
+        (file.name, file.size) for file in corpus.list_texts(corpus.local_inputs(inputs), own)
     ]
     listed += sorted(corpus.made_by_rules(inputs))  # by name: they may not be there yet
     return digest_bytes(canonical(listed + _named_of_hub(inputs, "tokenize.inputs")))
@@ -236,13 +240,13 @@ def _cached_listing_digest(inputs: tuple[str, ...], _cwd: str) -> str:
 
 def _id_of_inputs(config: Config) -> str:
     names, key = named_inputs(config)
-    return _inputs_id(tuple(names), key, str(Path.cwd()))
+    return _inputs_id(tuple(names), key, config.own_folders, str(Path.cwd()))
 
 
 @functools.cache
-def _inputs_id(inputs: tuple[str, ...], key: str, _cwd: str) -> str:
+def _inputs_id(inputs: tuple[str, ...], key: str, own: str, _cwd: str) -> str:
     """As `_cached_listing_digest`; "" without inputs."""
-    files = [(file.name, file.size) for file in list_inputs(inputs)]
+    files = [(file.name, file.size) for file in list_inputs(inputs, own)]
     remote = _named_of_hub(inputs, key)
     return short_id(files + remote) if files or remote else ""
 

@@ -21,7 +21,7 @@ import orjson
 
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import utf8_bytes
-from forge.core.terminal import say
+from forge.core.terminal import say, say_once
 from forge.core.tokenize_settings import Tokenize
 from forge.data import hub
 from forge.data.input_bytes import CHUNK_BYTES, COMPRESSED, BytesRead, Consumed, open_bytes
@@ -37,6 +37,10 @@ STDLIB_SKIPPED = frozenset(
     {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 )
 
+# In the path of a file in the cache of huggingface_hub, after the repository: `blobs` or `snapshots`,
+# then the blob or the commit.
+IN_HUB_CACHE = re.compile(r"(?:(?<=/)|^)(blobs|snapshots)/([^/]+)")
+
 MAX_DOCUMENT_BYTES = 2**28
 
 Warn = Callable[[str], None]
@@ -51,6 +55,8 @@ class InputFile(NamedTuple):
     """Path of the file on this machine."""
     size: int
     """Bytes on disk."""
+    inode: tuple[int, int] | None = None
+    """Device and number of the file, by which names of one file are found."""
 
     @property
     def path(self) -> Path:
@@ -60,10 +66,10 @@ class InputFile(NamedTuple):
 # --- which files --------------------------------------------------------------------------------
 
 
-def list_files(settings: Tokenize) -> list[InputFile]:
-    """The local files that `tokenize.inputs` names, as `list_named`; `inputs.corpus_files` has those of a
+def list_files(settings: Tokenize, own: str = "") -> list[InputFile]:
+    """The local files that `tokenize.inputs` names, as `list_texts`; `inputs.corpus_files` has those of a
     hub, too."""
-    return list_named(local_inputs(settings.inputs) + made_by_rules(settings.inputs))
+    return list_texts(local_inputs(settings.inputs) + made_by_rules(settings.inputs), own)
 
 
 def local_inputs(inputs: Sequence[str]) -> list[str]:
@@ -91,18 +97,28 @@ def of_key(error: DataError, key: str) -> DataError:
     )
 
 
-def list_named(inputs: Sequence[str]) -> list[InputFile]:
-    """The files that files, directories and globs name, sorted by name, each file once.
+def list_texts(inputs: Sequence[str], own: str = "") -> list[InputFile]:
+    """The files of a corpus, as `list_named`, each by one of its names. Raises DataError as that, and for
+    files of a hub's cache that are there under two names."""
+    files = list_named(inputs, own)
+    _refuse_blobs(inputs, files)
+    return _each_once(files)
 
-    Raises DataError that names the input which is missing or matches no files.
+
+def list_named(inputs: Sequence[str], own: str = "") -> list[InputFile]:
+    """The files that files, directories and globs name, sorted by name, each path once.
+
+    own: pattern of directories in which Forge writes (`Config.own_folders`), which are left out below a
+    directory or a glob. Raises DataError that names the input which is missing or matches no files.
     """
     files: dict[str, InputFile] = {}  # by path: a directory and a file in it may both be named
     for spec in inputs:
-        listed = list(_files_of(spec))
+        listed = list(_files_of(spec, re.compile(own) if own else None))
         if not listed:
             raise DataError(
                 f"tokenize.inputs: {spec!r} matches no files",
-                cause="a glob that matches nothing, or an empty directory (hidden files do not count)",
+                cause="a glob that matches nothing, or an empty directory (hidden files, and what Forge"
+                " itself writes into results and data, do not count)",
                 fix="correct tokenize.inputs; `**` in a glob matches nested directories",
             )
         for file in listed:
@@ -110,18 +126,99 @@ def list_named(inputs: Sequence[str]) -> list[InputFile]:
     return sorted(files.values(), key=lambda file: file.name)
 
 
-def _files_of(spec: str) -> Iterator[InputFile]:
+def _each_once(files: list[InputFile]) -> list[InputFile]:
+    """Each file by one name: of links and what they lead to by the latter's, else by the first. Raises
+    DataError where two names tell different formats."""
+    by_inode: dict[object, list[InputFile]] = {}
+    for file in files:
+        by_inode.setdefault(file.inode or file.name, []).append(file)
+    left_out = set()
+    for names in by_inode.values():
+        if len(names) > 1:
+            left_out |= _further_names(names)
+    return [file for file in files if file.name not in left_out] if left_out else files
+
+
+def _further_names(files: list[InputFile]) -> set[str]:
+    """Names, but for one, of the files that are the same. Some file systems number files anew: without
+    hard links only links count."""
+    left_out = set[str]()
+    same: dict[str, list[InputFile]] = {}
+    for file in files:
+        is_hard = os.stat(file.location).st_nlink > 1  # noqa: PTH116
+        same.setdefault("" if is_hard else os.path.realpath(file.location), []).append(file)
+    for names in same.values():
+        kept, *others = sorted(names, key=lambda file: file.path.is_symlink())
+        formats = {format_by_name(file.name) for file in names}
+        if others and len(formats) > 1:
+            raise DataError(
+                f"{INPUTS}: {kept.name} and {others[0].name} are one file, which would be read as"
+                f" {' and as '.join(sorted(formats))}",
+                cause="a link, or a second name of the file",
+                fix=f"name one of them in {INPUTS}",
+            )
+        for other in others:
+            say_once(f"inputs: {other.name} is the file {kept.name} by another name: read once")
+        left_out |= {other.name for other in others}
+    return left_out
+
+
+def _refuse_blobs(inputs: Sequence[str], files: list[InputFile]) -> None:
+    """DataError for a repository in the cache of huggingface_hub of which files are listed below `blobs`,
+    where they have no endings, or of several commits. A file that is named by itself is right."""
+    seen: dict[str, set[str]] = {}
+    for file in files:
+        for match in IN_HUB_CACHE.finditer(file.location):
+            repo = file.location[: match.start()]
+            if file.location in inputs or not _is_hub_cache(repo):
+                continue
+            commits = seen.setdefault(repo, set())
+            commits.add(match[2] if match[1] == "snapshots" else "")
+            if "" in commits or len(commits) > 1:
+                raise DataError(
+                    f"{INPUTS}: {file.name} is in the cache of the Hugging Face hub, which has a file in"
+                    " blobs and, for each commit, in snapshots",
+                    cause="an input is the directory of the cache, or of a repository in it",
+                    fix=f"name one commit: {repo}snapshots/{_newest_commit(Path(repo))}",
+                )
+
+
+def _is_hub_cache(repo: str) -> bool:
+    return Path(repo, "blobs").is_dir() and Path(repo, "snapshots").is_dir()
+
+
+def _newest_commit(repo: Path) -> str:
+    """The commit of the main branch as of its last download; without that any one."""
+    main = repo / "refs/main"
+    there = sorted(path.name for path in (repo / "snapshots").iterdir())
+    return main.read_text(errors="replace").strip() if main.is_file() else "".join(there[-1:])
+
+
+def _files_of(spec: str, own: re.Pattern[str] | None) -> Iterator[InputFile]:
     if spec == STDLIB:
         yield from _stdlib_files()
     elif glob.has_magic(spec) and not Path(spec).exists():
         for name in glob.iglob(spec, recursive=True):  # noqa: PTH207 (shell rules, cheaper)
-            if not _is_missing_or_folder(name):
+            if not _is_missing_or_folder(name) and not _is_own(os.path.dirname(name), own, spec):  # noqa: PTH120
                 yield _input_file(os.path.normpath(name), name, spec)
     elif Path(spec).is_dir():
-        for path in _walk(spec):
+        for path in _walk(spec, own=own):
             yield _input_file(os.path.normpath(path), path, spec)
     else:
         yield _input_file(os.path.normpath(spec), spec, spec)
+
+
+def _is_own(folder: str, own: re.Pattern[str] | None, spec: str) -> bool:
+    """Whether Forge writes into this directory, below the one that `spec` names."""
+    if own is None or not (match := own.match(os.path.abspath(folder))):  # noqa: PTH100
+        return False
+    first = re.split(r"[*?\[]", spec, maxsplit=1)[0]
+    named = os.path.abspath(first if first == spec else os.path.dirname(first))  # noqa: PTH100, PTH120
+    if named.startswith(match[0].rstrip("/") + "/"):
+        return False  # it names a directory inside, such as that of downloads
+    left_out = re.sub(r"/[0-9a-f]{12}$", "", os.path.relpath(match[0]))
+    say_once(f"inputs: {spec!r} is read without {left_out}, where Forge itself writes")
+    return True
 
 
 def _is_missing_or_folder(path: str) -> bool:
@@ -142,7 +239,9 @@ def _input_file(name: str, path: str, spec: str) -> InputFile:
                 fix="write its text into a file, or leave it out of tokenize.inputs",
             )
         name.encode()
-        return InputFile(name, path, status.st_size)
+        # Equal modules of Python are one file where an installer stores them so; elsewhere they are not.
+        inode = None if spec == STDLIB else (status.st_dev, status.st_ino)
+        return InputFile(name, path, status.st_size, inode)
     except OSError as err:
         raise DataError(
             f"tokenize.inputs: {spec!r}: cannot read {path}: {err.strerror}",
@@ -159,8 +258,11 @@ def _input_file(name: str, path: str, spec: str) -> InputFile:
         ) from None
 
 
-def _walk(folder: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Paths of all files below a directory except hidden ones; follows links, each directory once."""
+def _walk(
+    folder: str, skipped: frozenset[str] = frozenset(), own: re.Pattern[str] | None = None
+) -> Iterator[str]:
+    """Paths of all files below a directory except hidden ones and Forge's own; follows links, each
+    directory once."""
 
     def fail(err: OSError) -> None:
         raise DataError(
@@ -170,7 +272,8 @@ def _walk(folder: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
     seen = set()
     for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         status = os.stat(parent)  # noqa: PTH116
-        if (status.st_dev, status.st_ino) in seen:  # a link to a parent directory would never end
+        # A link to a parent directory would never end.
+        if (status.st_dev, status.st_ino) in seen or _is_own(parent, own, folder):
             folders.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
@@ -242,8 +345,11 @@ def is_divisible(file: InputFile, settings: Tokenize) -> bool:
 
 
 def _format_of(path: str, settings: Tokenize) -> str:
-    if settings.format != "auto":
-        return settings.format
+    return format_by_name(path) if settings.format == "auto" else settings.format
+
+
+def format_by_name(path: str) -> str:
+    """The format of a file with `tokenize.format: auto`."""
     name = path.lower().removesuffix(".gz").removesuffix(".zst")
     if name.endswith((".jsonl", ".json", ".ndjson")):
         return "jsonl"

@@ -141,10 +141,12 @@ def copy_folders(folder: str | Path, manifest: InputManifest) -> tuple[str, str]
 # --- `forge inputs` ------------------------------------------------------------------------------
 
 
-def list_inputs(inputs: Sequence[str]) -> list[InputFile]:
-    """The local files that `program.inputs` names. Raises DataError for a name that matches none."""
+def list_inputs(inputs: Sequence[str], own: str = "") -> list[InputFile]:
+    """The local files that `program.inputs` names, as `corpus.list_named`. Raises DataError for a name
+    that matches none."""
     try:
-        return corpus.list_named([name for name in inputs if not name.startswith(hub.SCHEME)])
+        local = [name for name in inputs if not name.startswith(hub.SCHEME)]
+        return corpus.list_named(local, own)
     except DataError as err:
         raise corpus.of_key(err, "program.inputs") from None
 
@@ -178,7 +180,7 @@ def named_inputs(config: Config) -> tuple[list[str], str]:
 def corpus_files(config: ResolvedConfig) -> list[InputFile]:
     """The files that `tokenize.inputs` names, sorted by name; those of a hub as `forge inputs` has
     downloaded them. DataError where it has not, or where one of them has changed since."""
-    local = corpus.list_files(config.tokenize)
+    local = corpus.list_files(config.tokenize, config.own_folders)
     if not config.ids.inputs:
         return data_files(local, config.tokenize)
     folder = inputs_folder(config.data, config.ids.inputs)
@@ -204,7 +206,7 @@ def make_inputs(config: ResolvedConfig) -> Path:
     names, key = named_inputs(config)
     folder = inputs_folder(config.data, config.ids.inputs)
     path = folder / MANIFEST
-    local, remote = list_inputs(names), of_hub(names, key)
+    local, remote = list_inputs(names, config.own_folders), of_hub(names, key)
     if path.exists():
         InputSet.open(folder).check_unchanged()
         say(f"inputs: {path} is there: nothing to do")
