@@ -25,6 +25,7 @@ from forge.core.terminal import say, say_once
 from forge.core.tokenize_settings import Tokenize
 from forge.data import hub
 from forge.data.input_bytes import CHUNK_BYTES, COMPRESSED, BytesRead, Consumed, open_bytes
+from forge.data.not_text import HEAD_BYTES, require_characters, require_plain, require_text
 from forge.data.parquet_pages import rows_per_batch
 
 INPUTS = "tokenize.inputs"  # the key that errors name
@@ -315,6 +316,7 @@ def read_documents(
     with _read_trouble(file.location):
         for document in _documents(file, settings, utf8, BytesRead(consumed, hasher)):
             if document and not document.isspace():
+                require_characters(document, file.location)
                 yield document
 
 
@@ -329,10 +331,17 @@ def _documents(file: InputFile, settings: Tokenize, utf8: _Utf8, read: BytesRead
         read.digest(file.path)
         yield from _parquet(file, settings, utf8, read.consumed)
         return
-    if kind == "text" and file.size <= CHUNK_BYTES and not file.location.endswith(COMPRESSED):
+    if (
+        kind == "text"
+        and file.size <= CHUNK_BYTES
+        and not file.location.lower().endswith(COMPRESSED)
+    ):
         yield from _small_text(file, settings.document_separator, utf8, read)
         return
     with open_bytes(file.path, read) as stream:
+        head = stream.peek(HEAD_BYTES)[:HEAD_BYTES]
+        require_text(head, file.location)
+        require_plain(head, file.location, 0)
         if kind == "jsonl":
             yield from _jsonl(stream, settings, utf8)
         else:
@@ -350,7 +359,7 @@ def _format_of(path: str, settings: Tokenize) -> str:
 
 def format_by_name(path: str) -> str:
     """The format of a file with `tokenize.format: auto`."""
-    name = path.lower().removesuffix(".gz").removesuffix(".zst")
+    name = path.lower().removesuffix(".gz").removesuffix(".zst").removesuffix(".zstd")
     if name.endswith((".jsonl", ".json", ".ndjson")):
         return "jsonl"
     return "parquet" if name.endswith(".parquet") else "text"
@@ -394,17 +403,20 @@ class _Utf8:
         try:
             return codecs.utf_8_decode(data, "strict", final)
         except UnicodeDecodeError as err:
-            self.invalid(f"is not UTF-8 at {position(err.start)} (0x{data[err.start]:02x})")
-            return codecs.utf_8_decode(data, "replace", final)
+            text, used = codecs.utf_8_decode(data, "replace", final)
+            what = f"is not UTF-8 at {position(err.start)} (0x{data[err.start]:02x})"
+            self.invalid(what, is_rare=text.count("\ufffd") * 4 <= len(text))
+            return text, used
 
-    def invalid(self, what: str) -> None:
-        """Raise DataError or, with the policy `replace`, warn the first time."""
+    def invalid(self, what: str, is_rare: bool = True) -> None:
+        """Raise DataError or, with the policy `replace`, warn the first time. is_rare: of a binary file
+        U+FFFD would be all that is left."""
         if self._policy == "error":
+            replace = ", or set tokenize.invalid_utf8: replace" if is_rare else ""
             raise DataError(
                 f"{self.path} {what}",
                 cause="another encoding (Latin-1, UTF-16), or a binary file among the inputs",
-                fix="convert the file to UTF-8, leave it out of tokenize.inputs, "
-                "or set tokenize.invalid_utf8: replace",
+                fix="convert the file to UTF-8, leave it out of tokenize.inputs" + replace,
             )
         if not self._warned:
             self._warned = True
@@ -415,6 +427,7 @@ class _Utf8:
         start, rest = 0, b""  # rest: the incomplete character at the end of a chunk
         while True:
             chunk = stream.read(CHUNK_BYTES)
+            require_plain(chunk, self.path, start + len(rest))
             text, used = self.decode(rest + chunk, _offset_from(start), final=not chunk)
             yield text.removeprefix("\ufeff") if start == 0 else text
             if not chunk:
@@ -432,6 +445,8 @@ def _small_text(
     """The documents of a small file, read at once: for thousands of them, each call counts."""
     data = _read_at_once(file)
     read.add(data)
+    require_text(data, file.location)
+    require_plain(data, file.location, 0)
     text = utf8.decode(data, _offset_from(0))[0].removeprefix("\ufeff")
     yield from text.split(separator) if separator else [text]
 
@@ -576,6 +591,10 @@ def _parquet(file: InputFile, settings: Tokenize, utf8: _Utf8, consumed: Consume
     import pyarrow
     import pyarrow.parquet
 
+    with file.path.open("rb") as begin:
+        head = begin.read(HEAD_BYTES)
+    if not head.startswith(b"PAR1"):
+        require_text(head, file.location)
     field, row = settings.text_field, 0
     try:
         with pyarrow.parquet.ParquetFile(file.path) as table:

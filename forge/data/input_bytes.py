@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import blake3
 
 from forge.core.files import update_from_file
 
 CHUNK_BYTES = 2**20
-COMPRESSED = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst", ".zstd")  # in any case
 
 Consumed = Callable[[int], None]
 
@@ -56,18 +56,19 @@ class _ReportedFile(io.FileIO):
 
 
 @contextmanager
-def open_bytes(path: Path, read: BytesRead) -> Iterator[IO[bytes]]:
-    """The bytes of a file, decompressed where its name ends in .gz or .zst.
+def open_bytes(path: Path, read: BytesRead) -> Iterator[io.BufferedReader[Any]]:
+    """The bytes of a file, decompressed where its name ends in .gz, .zst or .zstd, in any case.
 
     Raises EOFError for an empty compressed file, and what the libraries raise for a corrupt one.
     """
-    if path.suffix in COMPRESSED and not path.stat().st_size:
+    suffix = path.suffix.lower()
+    if suffix in COMPRESSED and not path.stat().st_size:
         raise EOFError("it is empty")  # the libraries would read it as a file without text
     with io.BufferedReader(_ReportedFile(path, read), CHUNK_BYTES) as raw:
-        if path.suffix == ".gz":
+        if suffix == ".gz":
             with gzip.GzipFile(fileobj=raw) as unpacked:
                 yield io.BufferedReader(unpacked, CHUNK_BYTES)
-        elif path.suffix == ".zst":
+        elif suffix in COMPRESSED:
             # zstandard's stream reader does not detect a truncated file; pyarrow's does.
             import pyarrow
 
