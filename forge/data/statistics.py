@@ -11,6 +11,7 @@ from pydantic import Field
 from forge.core.files import MAX_JSON_BYTES
 from forge.core.paths import STATISTICS
 from forge.core.records import Record, RecordPart
+from forge.data.shards import InputEntry
 
 NUMBERS = (
     "bytes",
@@ -83,7 +84,8 @@ class Statistics(Record):
     text: TextCounts | None = None
     """None for files of ids (tokenize.format nanogpt, megatron, dolma)."""
     equal_files: list[list[str]] = Field(default_factory=list)
-    """Groups of different input files with equal content, by name as in the manifest."""
+    """Groups of different input files with equal content, by name as in the manifest; without empty
+    files."""
 
     @property
     def lines(self) -> list[str]:
@@ -92,6 +94,15 @@ class Statistics(Record):
         if twins := sum(len(group) - 1 for group in self.equal_files):
             lines.append(f"{twins:,} input files have the content of another one")
         return [line for line in lines if line]
+
+
+def equal_files(entries: list[InputEntry]) -> list[list[str]]:
+    """Names of the input files whose digests are equal, as `Statistics.equal_files`."""
+    by_digest: dict[str, list[str]] = {}
+    for entry in entries:
+        if entry.size:
+            by_digest.setdefault(entry.digest, []).append(entry.name)
+    return [names for names in by_digest.values() if len(names) > 1]
 
 
 def read_statistics(folder: Path) -> Statistics | None:

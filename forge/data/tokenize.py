@@ -65,7 +65,7 @@ from forge.data.shards import (
     refuse_reading,
     shard_list,
 )
-from forge.data.statistics import Statistics, TextCounts, read_statistics
+from forge.data.statistics import Statistics, TextCounts, equal_files, read_statistics
 from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
 
 PART_FORMAT: Literal[1] = 1
@@ -122,6 +122,7 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
     _say_result(folder, manifest)
     for line in lossy_tokenizer.warnings(counts, folder.name):
         say(line)
+    _say_equal_files(statistics, len(manifest.inputs))
     return folder
 
 
@@ -187,7 +188,10 @@ def _manifest(
 
 def _statistics(parts: list[FinishedPart]) -> Statistics:
     counts = [part.text for part in parts if part.text]
-    return Statistics(text=sum(counts, TextCounts()) if counts else None)
+    return Statistics(
+        text=sum(counts, TextCounts()) if counts else None,
+        equal_files=equal_files([entry for part in parts for entry in part.inputs]),
+    )
 
 
 def _check_splits(manifest: ShardManifest, settings: Tokenize) -> None:
@@ -232,6 +236,15 @@ def _say_result(folder: Path, manifest: ShardManifest) -> None:
     )
     num_mb = sum(total.tokens for total in totals.values()) * DTYPES[manifest.dtype].itemsize / 1e6
     say(f"tokens {folder.name}: {counts}, {num_mb:.1f} MB in {folder}")
+
+
+def _say_equal_files(statistics: Statistics, num_files: int) -> None:
+    if groups := statistics.equal_files:
+        more = sum(len(names) - 1 for names in groups)
+        say(
+            f"{more} of {num_files} input files equal another one, such as {groups[0][0]} and"
+            f" {groups[0][1]}: their documents are there as often ({STATISTICS} lists them)"
+        )
 
 
 # --- which encoder ------------------------------------------------------------------------------

@@ -135,6 +135,21 @@ def test_a_separator_that_never_occurs_is_said(
     assert ("double quotes" in said) == ("\\" in separator)
 
 
+def test_equal_files_are_all_read_and_named(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b", "c"):
+        (place / f"texts/{name}.txt").write_text("the same words")
+    for name in ("d", "e"):
+        (place / f"texts/{name}.txt").write_text("")
+    config = configure()
+    build_tokenizer(config)
+    statistics = read_statistics(tokenize(config, workers=2))
+    assert statistics and statistics.equal_files == [["texts/a.txt", "texts/b.txt", "texts/c.txt"]]
+    assert "2 of " in (said := capsys.readouterr().err)
+    assert "input files equal another one, such as texts/a.txt and texts/b.txt" in said
+
+
 def test_the_number_of_workers_does_not_change_a_byte(place: Path) -> None:
     config = configure()
     one = files_of(tokenize(config, workers=1))
