@@ -104,13 +104,13 @@ def _found(texts: str, stated: list[TextFile]) -> dict[str, InputFile]:
     return found
 
 
-def _links_to(folder: Path, files: list[TextFile], found: dict[str, InputFile]) -> str:
-    """What `tokenize.inputs` names for these files: a directory with links, in the order in which they
-    were read, and with their endings, which tell the format. Of equal texts all but one are copies: two
+def _links_to(folder: Path, files: list[TextFile], found: dict[str, InputFile]) -> list[str]:
+    """What `tokenize.inputs` names for these files: links to them, in the order in which they were read,
+    and with their endings, which tell the format. Of equal texts all but one are copies: two
     links to a file are read once."""
     of_python = [file.name.startswith(STDLIB) for file in files]
     if all(of_python):
-        return STDLIB
+        return [STDLIB]
     if any(of_python):
         raise VerificationError("files of Python's library beside others cannot be compared")
     folder.mkdir(parents=True)
@@ -126,14 +126,14 @@ def _links_to(folder: Path, files: list[TextFile], found: dict[str, InputFile]) 
         else:
             link.symlink_to(text)
             linked.add(file.blake3)
-    return str(folder)
+    return [str(path) for path in sorted(folder.iterdir())]
 
 
 # --- the tokens -------------------------------------------------------------------------------------
 
 
 def _config(
-    place: Path, inputs: dict[str, str], links: Links, tokenizer: TokenizerMade, export: Path
+    place: Path, inputs: dict[str, list[str]], links: Links, tokenizer: TokenizerMade, export: Path
 ) -> ResolvedConfig:
     """The config that makes the tokens again. Of the statement it has numbers and names of formats, and
     no path."""
@@ -142,11 +142,11 @@ def _config(
     sources = section.get("sources")
     if isinstance(sources, dict):
         changed = {
-            name: {**sources.get(name, {}), "inputs": [path]} for name, path in inputs.items()
+            name: {**sources.get(name, {}), "inputs": paths} for name, paths in inputs.items()
         }
         section = {**section, "sources": changed}
     else:
-        section = {**section, "inputs": [inputs[""]]}
+        section = {**section, "inputs": inputs[""]}
     made = {
         "tokenizer": _tokenizer_settings(part(values, "tokenizer", dict), tokenizer, export),
         "tokenize": section,

@@ -68,15 +68,17 @@ class Source(Section):
     Files of the Hugging Face hub as `hf://datasets/owner/name@revision/*.parquet` are downloaded on the
     login node. `rule:corpus/clean.txt` is a file that a rule of your own workflow makes
     (docs/workflow.md)."""
-    format: Literal["auto", "text", "jsonl", "parquet", "nanogpt", "megatron", "dolma"] = "auto"
-    """`auto` decides by the file name (.jsonl, .jsonl.gz, .jsonl.zst, .parquet, else text). Files of
-    nanoGPT (.bin), Megatron-LM (.bin, .idx) and dolma (.npy) hold ids, made with the tokenizer that is
-    given."""
+    format: Literal[
+        "auto", "text", "jsonl", "csv", "tsv", "parquet", "nanogpt", "megatron", "dolma"
+    ] = "auto"
+    """`auto` decides by the file name (.jsonl, .json, .csv, .tsv, also with .gz or .zst, .parquet, else
+    text). Files of nanoGPT (.bin), Megatron-LM (.bin, .idx) and dolma (.npy) hold ids, made with the
+    tokenizer that is given."""
     token_dtype: TokenDtype = "uint16"
     """Type of the ids in files of nanoGPT and dolma, which do not record it; Megatron-LM's index and the
     header of `np.save` do."""
     text_field: str = "text"
-    """The field (JSONL) or column (parquet) that holds the text."""
+    """The field (JSONL) or column (CSV, TSV, parquet) that holds the text."""
     document_separator: str | None = None
     """Cuts text files into documents at this string; null makes each text file one document."""
     invalid_utf8: Literal["error", "replace"] = "error"

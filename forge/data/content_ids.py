@@ -22,6 +22,7 @@ from forge.core.tokenize_settings import TOKEN_FORMATS, UNNAMED, Tokenize
 from forge.data import corpus, model
 from forge.data.corpus import INPUTS, of_key
 from forge.data.end_token import FILES, TOKENIZER_CONFIG, token_not_guessed
+from forge.data.formats import new_readings
 from forge.data.inputs import list_inputs, named_inputs, of_hub
 
 # Incremented when the same settings and inputs give other bytes, so that nothing old is reused.
@@ -223,19 +224,26 @@ def _listing_digest(settings: Tokenize, own: str, source: str) -> str:
     """own: as for `corpus.list_named`. source: the name of the corpus in tokenize.sources, for errors; ""
     for tokenize.inputs."""
     try:
-        return _cached_listing_digest(tuple(settings.inputs), own, str(Path.cwd()))
+        return _cached_listing_digest(tuple(settings.inputs), settings.format, own, str(Path.cwd()))
     except DataError as err:
         raise of_key(err, f"tokenize.sources.{source}.inputs" if source else INPUTS) from None
 
 
 @functools.cache
-def _cached_listing_digest(inputs: tuple[str, ...], own: str, _cwd: str) -> str:
-    """Cached for sweeps of hundreds of runs, by working directory, on which relative inputs depend."""
+def _cached_listing_digest(inputs: tuple[str, ...], kind: str, own: str, _cwd: str) -> str:
+    """Cached for sweeps of hundreds of runs, by working directory, on which relative inputs depend.
+
+    kind: tokenize.format. What earlier versions read otherwise counts with a word for how it is read.
+    """
     listed: list[Any] = [
-        (file.name, file.size) for file in corpus.list_texts(corpus.local_inputs(inputs), own)
+        (file.name, file.size, *new_readings(file.name, kind))
+        for file in corpus.list_texts(corpus.local_inputs(inputs), kind, own)
     ]
-    listed += sorted(corpus.made_by_rules(inputs))  # by name: they may not be there yet
-    return digest_bytes(canonical(listed + _named_of_hub(inputs, "tokenize.inputs")))
+    # By name: the files that rules make and those of a hub may not be there yet.
+    for name in sorted(corpus.made_by_rules(inputs)) + _named_of_hub(inputs, INPUTS):
+        marks = new_readings(name, kind)
+        listed.append([name, *marks] if marks else name)
+    return digest_bytes(canonical(listed))
 
 
 def _id_of_inputs(config: Config) -> str:

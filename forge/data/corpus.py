@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import codecs
 import errno
 import glob
-import json
 import os
 import re
 import tokenize as python_source
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISREG
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
 import blake3
-import orjson
 
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import utf8_bytes
 from forge.core.terminal import say, say_once
 from forge.core.tokenize_settings import Tokenize
-from forge.data import hub
-from forge.data.input_bytes import CHUNK_BYTES, COMPRESSED, BytesRead, Consumed, open_bytes
+from forge.data import hub, rows
+from forge.data.decoding import Utf8, Warn, check_length, corrupt, offset_from
+from forge.data.formats import PLAIN, ending, format_by_name, is_compressed
+from forge.data.input_bytes import CHUNK_BYTES, BytesRead, Consumed, open_bytes
 from forge.data.not_text import HEAD_BYTES, require_characters, require_plain, require_text
-from forge.data.parquet_pages import rows_per_batch
 
 INPUTS = "tokenize.inputs"  # the key that errors name
 STDLIB = "python:stdlib"
@@ -38,13 +36,14 @@ STDLIB_SKIPPED = frozenset(
     {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 )
 
+MOST_NAMED = 3  # files, in a message
+# Files that are rarely text of a corpus, though they may be.
+ABOUT = re.compile(
+    r"(?i)(^|/)((readme|licen[cs]e|copying|notice|citation|changelog)\b[^/]*|[^/]*\.html?)$"
+)
 # In the path of a file in the cache of huggingface_hub, after the repository: `blobs` or `snapshots`,
 # then the blob or the commit.
 IN_HUB_CACHE = re.compile(r"(?:(?<=/)|^)(blobs|snapshots)/([^/]+)")
-
-MAX_DOCUMENT_BYTES = 2**28
-
-Warn = Callable[[str], None]
 
 
 class InputFile(NamedTuple):
@@ -70,7 +69,8 @@ class InputFile(NamedTuple):
 def list_files(settings: Tokenize, own: str = "") -> list[InputFile]:
     """The local files that `tokenize.inputs` names, as `list_texts`; `inputs.corpus_files` has those of a
     hub, too."""
-    return list_texts(local_inputs(settings.inputs) + made_by_rules(settings.inputs), own)
+    inputs = local_inputs(settings.inputs) + made_by_rules(settings.inputs)
+    return list_texts(inputs, settings.format, own)
 
 
 def local_inputs(inputs: Sequence[str]) -> list[str]:
@@ -98,19 +98,18 @@ def of_key(error: DataError, key: str) -> DataError:
     )
 
 
-def list_texts(inputs: Sequence[str], own: str = "") -> list[InputFile]:
-    """The files of a corpus, as `list_named`, each by one of its names. Raises DataError as that, and for
-    files of a hub's cache that are there under two names."""
-    files = list_named(inputs, own)
-    _refuse_blobs(inputs, files)
-    return _each_once(files)
+def list_texts(inputs: Sequence[str], kind: str = "auto", own: str = "") -> list[InputFile]:
+    """The files of a corpus, as `list_named`, each by one of its names. Raises DataError as that, and
+    where two names of a file tell different formats."""
+    return _each_once(list_named(inputs, own, kind))
 
 
-def list_named(inputs: Sequence[str], own: str = "") -> list[InputFile]:
+def list_named(inputs: Sequence[str], own: str = "", kind: str = "") -> list[InputFile]:
     """The files that files, directories and globs name, sorted by name, each path once.
 
     own: pattern of directories in which Forge writes (`Config.own_folders`), which are left out below a
-    directory or a glob. Raises DataError that names the input which is missing or matches no files.
+    directory or a glob. kind: `tokenize.format` of a corpus. Raises DataError that names the input which
+    is missing or matches no files, and of a corpus for the cache of a hub, and as `check_kinds`.
     """
     files: dict[str, InputFile] = {}  # by path: a directory and a file in it may both be named
     for spec in inputs:
@@ -122,9 +121,44 @@ def list_named(inputs: Sequence[str], own: str = "") -> list[InputFile]:
                 " itself writes into results and data, do not count)",
                 fix="correct tokenize.inputs; `**` in a glob matches nested directories",
             )
+        if kind and spec != STDLIB and listed[0].location != spec:  # a directory or a glob
+            _refuse_blobs(listed)
+            if kind == "auto":
+                check_kinds(spec, [file.name for file in listed])
         for file in listed:
             files.setdefault(os.path.abspath(file.location), file)  # noqa: PTH100 (resolve is slow)
     return sorted(files.values(), key=lambda file: file.name)
+
+
+def check_kinds(spec: str, names: Sequence[str]) -> None:
+    """DataError where a directory or glob has files of rows (JSONL, CSV, parquet) and others that would
+    be read as text without saying so: README.md, LICENSE and scripts of a data set are not its text.
+
+    Without rows a line names those that are usually about a corpus, and pages of HTML.
+    """
+    with_rows = [name for name in names if format_by_name(name) != "text"]
+    others = [n for n in names if format_by_name(n) == "text" and ending(n) not in PLAIN]
+    if with_rows and others:
+        raise DataError(
+            f"{INPUTS}: {spec!r} has {_few(with_rows)}, and {_few(others)}, which would be read as text",
+            cause="a data set has files about its data, too",
+            fix=f"name what is text of the corpus, by its endings: {_by_ending(spec, with_rows)}",
+        )
+    if about := [name for name in others if ABOUT.search(name)]:
+        say_once(f"inputs: {spec!r}: {_few(about)} read as text of the corpus, as all other files")
+
+
+def _few(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
+
+
+def _by_ending(spec: str, names: list[str]) -> str:
+    """Globs for the files of rows that an input has, for an advice."""
+    folder = spec.rpartition("/")[0] if glob.has_magic(spec) else spec.rstrip("/")
+    star = "*" if spec.startswith(hub.SCHEME) else "**/*"
+    found = {"".join(Path(n).suffixes[-2 if is_compressed(n) else -1 :]) for n in names}
+    return ", ".join(f"{folder or '.'}/{star}{end}" for end in sorted(found))
 
 
 def _each_once(files: list[InputFile]) -> list[InputFile]:
@@ -164,14 +198,14 @@ def _further_names(files: list[InputFile]) -> set[str]:
     return left_out
 
 
-def _refuse_blobs(inputs: Sequence[str], files: list[InputFile]) -> None:
+def _refuse_blobs(files: list[InputFile]) -> None:
     """DataError for a repository in the cache of huggingface_hub of which files are listed below `blobs`,
-    where they have no endings, or of several commits. A file that is named by itself is right."""
+    where they have no endings, or of several commits."""
     seen: dict[str, set[str]] = {}
     for file in files:
         for match in IN_HUB_CACHE.finditer(file.location):
             repo = file.location[: match.start()]
-            if file.location in inputs or not _is_hub_cache(repo):
+            if not _is_hub_cache(repo):
                 continue
             commits = seen.setdefault(repo, set())
             commits.add(match[2] if match[1] == "snapshots" else "")
@@ -312,7 +346,7 @@ def read_documents(
     of the file after the last document. Raises DataError that names the file and the position that
     cannot be read.
     """
-    utf8 = _Utf8(file.location, settings.invalid_utf8, warn)
+    utf8 = Utf8(file.location, settings.invalid_utf8, warn)
     with _read_trouble(file.location):
         for document in _documents(file, settings, utf8, BytesRead(consumed, hasher)):
             if document and not document.isspace():
@@ -320,7 +354,7 @@ def read_documents(
                 yield document
 
 
-def _documents(file: InputFile, settings: Tokenize, utf8: _Utf8, read: BytesRead) -> Iterator[str]:
+def _documents(file: InputFile, settings: Tokenize, utf8: Utf8, read: BytesRead) -> Iterator[str]:
     if file.name == TOPICS or file.name.startswith(f"{STDLIB}/"):
         yield from _stdlib_documents(file)
         read.digest(file.path)
@@ -329,13 +363,9 @@ def _documents(file: InputFile, settings: Tokenize, utf8: _Utf8, read: BytesRead
     kind = _format_of(file.location, settings)
     if kind == "parquet":
         read.digest(file.path)
-        yield from _parquet(file, settings, utf8, read.consumed)
+        yield from rows.parquet(file.path, file.size, settings, utf8, read.consumed)
         return
-    if (
-        kind == "text"
-        and file.size <= CHUNK_BYTES
-        and not file.location.lower().endswith(COMPRESSED)
-    ):
+    if kind == "text" and file.size <= CHUNK_BYTES and not is_compressed(file.location):
         yield from _small_text(file, settings.document_separator, utf8, read)
         return
     with open_bytes(file.path, read) as stream:
@@ -343,7 +373,9 @@ def _documents(file: InputFile, settings: Tokenize, utf8: _Utf8, read: BytesRead
         require_text(head, file.location)
         require_plain(head, file.location, 0)
         if kind == "jsonl":
-            yield from _jsonl(stream, settings, utf8)
+            yield from rows.jsonl(stream, settings, utf8)
+        elif kind in rows.SEPARATORS:
+            yield from rows.table(stream, rows.SEPARATORS[kind], settings, utf8)
         else:
             yield from _split_text(utf8.stream(stream), settings.document_separator, file.location)
 
@@ -357,97 +389,28 @@ def _format_of(path: str, settings: Tokenize) -> str:
     return format_by_name(path) if settings.format == "auto" else settings.format
 
 
-def format_by_name(path: str) -> str:
-    """The format of a file with `tokenize.format: auto`."""
-    name = path.lower().removesuffix(".gz").removesuffix(".zst").removesuffix(".zstd")
-    if name.endswith((".jsonl", ".json", ".ndjson")):
-        return "jsonl"
-    return "parquet" if name.endswith(".parquet") else "text"
-
-
 @contextmanager
 def _read_trouble(path: str) -> Iterator[None]:
     """Turn errors of a corrupt compressed file or an unreadable one into a DataError that names it."""
     try:
         yield
     except (EOFError, zlib.error) as err:
-        raise _corrupt(path, err) from None
+        raise corrupt(path, err) from None
     except OSError as err:
         if err.errno is None:  # gzip and pyarrow raise it for corrupt contents
-            raise _corrupt(path, err) from None
+            raise corrupt(path, err) from None
         raise DataError(f"cannot read {path}: {err.strerror}", fix="make it readable") from None
 
 
-def _corrupt(path: str, err: Exception) -> DataError:
-    return DataError(
-        f"{path} is corrupt: {err}",
-        cause="an interrupted download or copy, or a wrong file name extension",
-        fix="fetch the file again",
-    )
-
-
-class _Utf8:
-    """Bytes to text by the policy `tokenize.invalid_utf8`, for one file."""
-
-    def __init__(self, path: str, policy: str, warn: Warn) -> None:
-        self.path, self._policy, self._warn = path, policy, warn
-        self._warned = False
-
-    def decode(
-        self, data: bytes, position: Callable[[int], str], final: bool = True
-    ) -> tuple[str, int]:
-        """The text and the number of bytes decoded; an incomplete last character is left if not final.
-
-        position(i): the position of byte i of data, for messages.
-        """
-        try:
-            return codecs.utf_8_decode(data, "strict", final)
-        except UnicodeDecodeError as err:
-            text, used = codecs.utf_8_decode(data, "replace", final)
-            what = f"is not UTF-8 at {position(err.start)} (0x{data[err.start]:02x})"
-            self.invalid(what, is_rare=text.count("\ufffd") * 4 <= len(text))
-            return text, used
-
-    def invalid(self, what: str, is_rare: bool = True) -> None:
-        """Raise DataError or, with the policy `replace`, warn the first time. is_rare: of a binary file
-        U+FFFD would be all that is left."""
-        if self._policy == "error":
-            replace = ", or set tokenize.invalid_utf8: replace" if is_rare else ""
-            raise DataError(
-                f"{self.path} {what}",
-                cause="another encoding (Latin-1, UTF-16), or a binary file among the inputs",
-                fix="convert the file to UTF-8, leave it out of tokenize.inputs" + replace,
-            )
-        if not self._warned:
-            self._warned = True
-            self._warn(f"{self.path} {what}: replaced by U+FFFD, here and in the rest of the file")
-
-    def stream(self, stream: IO[bytes]) -> Iterator[str]:
-        """The text of a stream in pieces of about CHUNK_BYTES, without a byte order mark."""
-        start, rest = 0, b""  # rest: the incomplete character at the end of a chunk
-        while True:
-            chunk = stream.read(CHUNK_BYTES)
-            require_plain(chunk, self.path, start + len(rest))
-            text, used = self.decode(rest + chunk, _offset_from(start), final=not chunk)
-            yield text.removeprefix("\ufeff") if start == 0 else text
-            if not chunk:
-                return
-            start, rest = start + used, (rest + chunk)[used:]
-
-
-def _offset_from(start: int) -> Callable[[int], str]:
-    return lambda index: f"byte offset {start + index}"
-
-
 def _small_text(
-    file: InputFile, separator: str | None, utf8: _Utf8, read: BytesRead
+    file: InputFile, separator: str | None, utf8: Utf8, read: BytesRead
 ) -> Iterator[str]:
     """The documents of a small file, read at once: for thousands of them, each call counts."""
     data = _read_at_once(file)
     read.add(data)
     require_text(data, file.location)
     require_plain(data, file.location, 0)
-    text = utf8.decode(data, _offset_from(0))[0].removeprefix("\ufeff")
+    text = utf8.decode(data, offset_from(0))[0].removeprefix("\ufeff")
     yield from text.split(separator) if separator else [text]
 
 
@@ -477,21 +440,12 @@ def _split_text(pieces: Iterator[str], separator: str | None, path: str) -> Iter
             *documents, held = held.split(separator)
             held_bytes = utf8_bytes(held)
             yield from documents
-        _check_length(
+        check_length(
             held_bytes,
             f"{path} has a document",
             "split the text into documents: set tokenize.document_separator",
         )
     yield held
-
-
-def _check_length(length: int, what: str, fix: str) -> None:
-    if length > MAX_DOCUMENT_BYTES:
-        raise DataError(
-            f"{what} of more than {MAX_DOCUMENT_BYTES // 2**20} MiB",
-            cause="a document is held in memory as a whole",
-            fix=fix,
-        )
 
 
 def _stdlib_documents(file: InputFile) -> Iterator[str]:
@@ -506,128 +460,3 @@ def _stdlib_documents(file: InputFile) -> Iterator[str]:
     except (SyntaxError, UnicodeDecodeError):
         # The default corpus must work everywhere, also with a patched Python.
         yield file.path.read_text("latin-1")
-
-
-# --- JSONL and parquet --------------------------------------------------------------------------
-
-
-def _jsonl(stream: IO[bytes], settings: Tokenize, utf8: _Utf8) -> Iterator[str]:
-    start = number = 0
-    while line := stream.readline(MAX_DOCUMENT_BYTES + 1):
-        number += 1
-        document = _well_formed(line, settings.text_field)
-        if document is None:
-            yield from _json_line(line, number, start, settings.text_field, utf8)
-        else:
-            yield document
-        start += len(line)
-
-
-def _well_formed(line: bytes, field: str) -> str | None:
-    """The text of a line, by a parser that is twice as fast as json's and stricter.
-
-    None for a line that `_json_line` must judge: it knows the policy and words all errors.
-    """
-    try:
-        record = orjson.loads(line) if len(line) <= MAX_DOCUMENT_BYTES else None
-    except ValueError:
-        return None
-    text = record.get(field) if isinstance(record, dict) else None
-    return text if isinstance(text, str) else None
-
-
-def _json_line(line: bytes, number: int, start: int, field: str, utf8: _Utf8) -> Iterator[str]:
-    """The document of a line, if it is not blank. start: the position of the line in the file."""
-    place = f"line {number}"
-    _check_length(len(line), f"{utf8.path} has at {place} a line", "write one object per line")
-    text, _ = utf8.decode(line, _offset_from(start))
-    if number == 1:
-        text = text.removeprefix("\ufeff")
-    if not text.isspace():
-        yield _json_document(text, place, field, utf8)
-
-
-def _json_document(line: str, place: str, field: str, utf8: _Utf8) -> str:
-    where = f"{utf8.path}, {place}"
-    try:
-        record = json.loads(line.rstrip())  # of a cut line the newline would be said to be wrong
-    except (ValueError, RecursionError) as err:  # ValueError: also numbers of over 4300 digits
-        raise DataError(
-            f"{where} is not JSON: {err}: {line.strip()[:60]!r}",
-            cause="truncated, or indented JSON; each line must be one complete object",
-            fix="correct the line, or set tokenize.format if the file is not JSONL",
-        ) from None
-    if not isinstance(record, dict):
-        raise DataError(
-            f"{where} is not an object: {line.strip()[:60]!r}",
-            fix=f'each line must look like {{"{field}": "…"}}',
-        )
-    if field not in record:
-        raise _no_text(where, field, "is missing", list(record))
-    text = record[field]
-    if not isinstance(text, str):
-        raise _no_text(where, field, f"is {type(text).__name__}, not a string", list(record))
-    return _without_surrogates(text, place, utf8)
-
-
-def _without_surrogates(text: str, place: str, utf8: _Utf8) -> str:
-    r"""Applies the policy for invalid bytes to a lone surrogate, which JSON can spell ("\ud83d")."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as err:
-        utf8.invalid(f"has a lone surrogate \\u{ord(text[err.start]):x} at {place}")
-        return re.sub("[\ud800-\udfff]", "\ufffd", text)
-    return text
-
-
-def _no_text(where: str, field: str, problem: str, fields: list[str]) -> DataError:
-    return DataError(
-        f"{where}: field {field!r} {problem}; fields found: {', '.join(fields) or 'none'}",
-        fix="set tokenize.text_field to the field that holds the text, or correct the file",
-    )
-
-
-def _parquet(file: InputFile, settings: Tokenize, utf8: _Utf8, consumed: Consumed) -> Iterator[str]:
-    import pyarrow
-    import pyarrow.parquet
-
-    with file.path.open("rb") as begin:
-        head = begin.read(HEAD_BYTES)
-    if not head.startswith(b"PAR1"):
-        require_text(head, file.location)
-    field, row = settings.text_field, 0
-    try:
-        with pyarrow.parquet.ParquetFile(file.path) as table:
-            _check_column(table.schema_arrow, file.location, field)
-            num_rows = max(table.metadata.num_rows, 1)
-            rows = rows_per_batch(file.path, table.metadata, field)
-            for batch in table.iter_batches(rows, columns=[field], use_threads=False):
-                # As bytes: pyarrow does not check that a string column is UTF-8.
-                for value in batch.column(0).cast("large_string").cast("large_binary"):
-                    row += 1
-                    yield _parquet_document(value.as_py(), f"row {row}", field, utf8)
-                consumed(file.size * row // num_rows - file.size * (row - len(batch)) // num_rows)
-    except (pyarrow.lib.ArrowException, ValueError) as err:
-        raise _corrupt(file.location, err) from None
-
-
-def _check_column(schema: Any, path: str, field: str) -> None:
-    import pyarrow
-
-    count = schema.names.count(field)
-    if count != 1:
-        problem = "is missing" if count == 0 else f"exists {count} times"
-        raise _no_text(path, field, problem, schema.names)
-    kind = schema.field(field).type
-    if isinstance(kind, pyarrow.DictionaryType):
-        kind = kind.value_type
-    if str(kind) not in ("string", "large_string", "string_view"):
-        raise _no_text(path, field, f"is {kind}, not a string", schema.names)
-
-
-def _parquet_document(data: bytes | None, place: str, field: str, utf8: _Utf8) -> str:
-    where = f"{utf8.path}, {place}"
-    if data is None:
-        raise _no_text(where, field, "is null, not a string", [field])
-    _check_length(len(data), f"{where} has a text", "write one document per row")
-    return utf8.decode(data, lambda index: f"{place}, byte {index} of its text")[0]

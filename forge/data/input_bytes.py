@@ -13,9 +13,9 @@ from typing import Any
 import blake3
 
 from forge.core.files import update_from_file
+from forge.data.formats import is_compressed
 
 CHUNK_BYTES = 2**20
-COMPRESSED = (".gz", ".zst", ".zstd")  # in any case
 
 Consumed = Callable[[int], None]
 
@@ -61,14 +61,13 @@ def open_bytes(path: Path, read: BytesRead) -> Iterator[io.BufferedReader[Any]]:
 
     Raises EOFError for an empty compressed file, and what the libraries raise for a corrupt one.
     """
-    suffix = path.suffix.lower()
-    if suffix in COMPRESSED and not path.stat().st_size:
+    if is_compressed(path.name) and not path.stat().st_size:
         raise EOFError("it is empty")  # the libraries would read it as a file without text
     with io.BufferedReader(_ReportedFile(path, read), CHUNK_BYTES) as raw:
-        if suffix == ".gz":
+        if path.suffix.lower() == ".gz":
             with gzip.GzipFile(fileobj=raw) as unpacked:
                 yield io.BufferedReader(unpacked, CHUNK_BYTES)
-        elif suffix in COMPRESSED:
+        elif is_compressed(path.name):
             # zstandard's stream reader does not detect a truncated file; pyarrow's does.
             import pyarrow
 

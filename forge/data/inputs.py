@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -19,6 +20,7 @@ from forge.core.files import MAX_JSON_BYTES, canonical, digest_bytes, digest_fil
 from forge.core.paths import MANIFEST, inputs_folder
 from forge.core.records import Record
 from forge.core.terminal import Progress, progress, say
+from forge.core.tokenize_settings import Tokenize
 from forge.data import corpus, hub
 from forge.data.corpus import InputFile
 from forge.data.hub import HubFiles
@@ -195,9 +197,24 @@ def corpus_files(config: ResolvedConfig) -> list[InputFile]:
     downloads = [
         InputFile(f"{hub.SCHEME}{entry.name}", str(Path(input_set.hub) / entry.name), entry.size)
         for entry in input_set.manifest.downloads
+        if not entry.name.startswith(".") and "/." not in entry.name  # such as .gitattributes
     ]
+    _check_downloads(config.tokenize, downloads)
     files = sorted(local + downloads, key=lambda file: file.name)
     return data_files(files, config.tokenize)
+
+
+def _check_downloads(settings: Tokenize, downloads: list[InputFile]) -> None:
+    """As `corpus.check_kinds`, for what globs of the hub name."""
+    if settings.format != "auto":
+        return
+    for named in of_hub(settings.inputs, "tokenize.inputs"):
+        names = [file.name for file in downloads]
+        start = f"{hub.SCHEME}{named.repo.folder}/"
+        of_repo = [name for name in names if name.startswith(start)]
+        matching = [name for name in of_repo if fnmatch(name.removeprefix(start), named.pattern)]
+        if start + named.pattern not in matching:
+            corpus.check_kinds(f"{hub.SCHEME}{named.repo}/{named.pattern}", matching)
 
 
 def make_inputs(config: ResolvedConfig) -> Path:

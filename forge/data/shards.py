@@ -31,6 +31,7 @@ from forge.core.paths import MANIFEST
 from forge.core.records import Record, RecordPart
 from forge.core.tokenize_settings import TOKEN_DTYPES, UNRECORDED_DTYPE
 from forge.data import token_readings
+from forge.data.formats import READINGS, misread
 
 Kind = Literal["shards", "inputs"]
 
@@ -229,6 +230,7 @@ class ShardSet:
         Every rank calls it. `verify` checks the digests.
         """
         manifest = ShardManifest.read(folder / MANIFEST)
+        _require_right_reading(folder, manifest)
         dtype = DTYPES[manifest.dtype]
         train, val = (
             [Shard(folder / entry.file, entry.tokens, dtype) for entry in manifest.splits[split]]
@@ -299,6 +301,18 @@ def refuse_reading(shard: Shard, settings: dict[str, Any], vocab_size: int, eos_
             cause=f"an earlier version of Forge read its input files as ids of {name}, and they are not",
             fix=f"{AGAIN}: it says what is in them",
         )
+
+
+def _require_right_reading(folder: Path, manifest: ShardManifest) -> None:
+    """DataError for tokens of a file that an earlier version took for text."""
+    kind, readings = manifest.settings.get("format"), manifest.settings.get(READINGS)
+    for entry in manifest.inputs:
+        if what := misread(entry.name, str(kind), readings if isinstance(readings, list) else []):
+            raise DataError(
+                f"the tokens in {folder} are not those of the text: {entry.name} {what}",
+                cause="an earlier version of Forge made them",
+                fix="correct the inputs, and train a run with a new name",
+            )
 
 
 # --- writing ------------------------------------------------------------------------------------

@@ -47,6 +47,7 @@ from forge.data.encoders import (
     reference_encoder,
     refuse_end,
 )
+from forge.data.formats import READINGS, new_readings
 from forge.data.inputs import corpus_files
 from forge.data.lost_text import LossCounter, Spelling, keeps_all_text
 from forge.data.shards import (
@@ -172,6 +173,11 @@ def _manifest(
     tokens_id: str, config: ResolvedConfig, tokenizer: LoadedTokenizer, parts: list[FinishedPart]
 ) -> ShardManifest:
     splits = {split: [s for part in parts for s in part.splits[split]] for split in SPLITS}
+    inputs = [entry for part in parts for entry in part.inputs]
+    settings = content_ids.tokens_settings(config.tokenize)
+    kind = config.tokenize.format
+    if readings := {mark for entry in inputs for mark in new_readings(entry.name, kind)}:
+        settings |= {READINGS: sorted(readings)}
     return ShardManifest(
         id=tokens_id,
         dtype=dtype_name(tokenizer.vocab_size),
@@ -179,8 +185,8 @@ def _manifest(
         eos_id=tokenizer.eos_id,
         tokenizer_id=tokenizer.id,
         tokenizer_digest=tokenizer.digest,
-        settings=content_ids.tokens_settings(config.tokenize),
-        inputs=[entry for part in parts for entry in part.inputs],
+        settings=settings,
+        inputs=inputs,
         splits=splits,
         totals={split: Total.of(shards) for split, shards in splits.items()},
     )

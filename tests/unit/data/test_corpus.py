@@ -15,7 +15,7 @@ import zstandard
 from forge.core.errors import DataError
 from forge.core.files import digest_file
 from forge.core.tokenize_settings import Tokenize
-from forge.data import corpus, parquet_pages
+from forge.data import corpus, decoding, parquet_pages
 from forge.data.input_bytes import CHUNK_BYTES
 
 
@@ -151,7 +151,7 @@ def test_blank_documents_are_skipped(tmp_path: Path) -> None:
 def test_a_document_beyond_the_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 2**20)
+    monkeypatch.setattr(decoding, "MAX_DOCUMENT_BYTES", 2**20)
     monkeypatch.setattr(corpus, "CHUNK_BYTES", 2**16)
     path = write(tmp_path / "a.txt", "x\n" * 2**20)
     with pytest.raises(DataError, match=r"a\.txt has a document of more than 1 MiB") as caught:
@@ -256,7 +256,7 @@ def test_lone_surrogates_are_replaced_on_request(tmp_path: Path) -> None:
 def test_a_jsonl_line_beyond_the_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus, "MAX_DOCUMENT_BYTES", 100)
+    monkeypatch.setattr(decoding, "MAX_DOCUMENT_BYTES", 100)
     path = write(tmp_path / "a.jsonl", '{"text": "fine"}\n' + json.dumps({"text": "x" * 200}))
     with pytest.raises(DataError, match="has at line 2 a line of more than"):
         read(path)

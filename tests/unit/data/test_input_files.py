@@ -62,9 +62,9 @@ def test_a_file_by_the_names_of_two_directories_is_read_once() -> None:
 
 def test_two_names_that_tell_two_formats_are_refused() -> None:
     write("in/c.jsonl", ROWS)
-    Path("in/latest").symlink_to("c.jsonl")
+    Path("in/latest.txt").symlink_to("c.jsonl")
     with pytest.raises(
-        DataError, match=r"in/c\.jsonl and in/latest are one file, .* jsonl and as text"
+        DataError, match=r"in/c\.jsonl and in/latest\.txt are one file, .* jsonl and as text"
     ):
         names("in")
 
