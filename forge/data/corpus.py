@@ -22,7 +22,7 @@ from forge.core.terminal import say, say_once
 from forge.core.tokenize_settings import Tokenize
 from forge.data import hub, rows
 from forge.data.decoding import Utf8, Warn, check_length, corrupt, offset_from
-from forge.data.formats import PLAIN, ending, format_by_name, is_compressed
+from forge.data.formats import BY_ENDING, PLAIN, ending, format_by_name, is_compressed
 from forge.data.input_bytes import CHUNK_BYTES, BytesRead, Consumed, open_bytes
 from forge.data.not_text import HEAD_BYTES, require_characters, require_plain, require_text
 
@@ -136,8 +136,9 @@ def check_kinds(spec: str, names: Sequence[str]) -> None:
 
     Without rows a line names those that are usually about a corpus, and pages of HTML.
     """
-    with_rows = [name for name in names if format_by_name(name) != "text"]
-    others = [n for n in names if format_by_name(n) == "text" and ending(n) not in PLAIN]
+    endings = [(name, ending(name)) for name in names]
+    with_rows = [name for name, end in endings if end in BY_ENDING]
+    others = [name for name, end in endings if end not in BY_ENDING and end not in PLAIN]
     if with_rows and others:
         raise DataError(
             f"{INPUTS}: {spec!r} has {_few(with_rows)}, and {_few(others)}, which would be read as text",

@@ -7,6 +7,7 @@ import re
 COMPRESSED = (".gz", ".zst", ".zstd")  # in any case
 ROWS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 TABLES = {".csv": "csv", ".tsv": "tsv"}
+BY_ENDING = ROWS | TABLES
 PLAIN = (".txt", ".text")  # of all names that are read as text, those that say so
 READINGS = "readings"  # key in the settings of a manifest of tokens: all words of `new_readings`
 # Read as text by earlier versions: archives, and what is compressed.
@@ -28,7 +29,7 @@ def ending(name: str) -> str:
 
 def format_by_name(name: str) -> str:
     """The format of a file with `tokenize.format: auto`."""
-    return (ROWS | TABLES).get(ending(name), "text")
+    return BY_ENDING.get(ending(name), "text")
 
 
 def new_readings(name: str, kind: str) -> list[str]:

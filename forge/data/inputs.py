@@ -197,24 +197,32 @@ def corpus_files(config: ResolvedConfig) -> list[InputFile]:
     downloads = [
         InputFile(f"{hub.SCHEME}{entry.name}", str(Path(input_set.hub) / entry.name), entry.size)
         for entry in input_set.manifest.downloads
-        if not entry.name.startswith(".") and "/." not in entry.name  # such as .gitattributes
+        if not _is_hidden(entry.name)
     ]
-    _check_downloads(config.tokenize, downloads)
+    _check_downloads(config.tokenize, [entry.name for entry in input_set.manifest.downloads])
     files = sorted(local + downloads, key=lambda file: file.name)
     return data_files(files, config.tokenize)
 
 
-def _check_downloads(settings: Tokenize, downloads: list[InputFile]) -> None:
-    """As `corpus.check_kinds`, for what globs of the hub name."""
-    if settings.format != "auto":
-        return
+def _check_downloads(settings: Tokenize, names: list[str]) -> None:
+    """As `_check_names`, for the files that were downloaded: owner/name/file."""
     for named in of_hub(settings.inputs, "tokenize.inputs"):
-        names = [file.name for file in downloads]
-        start = f"{hub.SCHEME}{named.repo.folder}/"
-        of_repo = [name for name in names if name.startswith(start)]
-        matching = [name for name in of_repo if fnmatch(name.removeprefix(start), named.pattern)]
-        if start + named.pattern not in matching:
-            corpus.check_kinds(f"{hub.SCHEME}{named.repo}/{named.pattern}", matching)
+        start = f"{named.repo.folder}/"
+        of_repo = [name.removeprefix(start) for name in names if name.startswith(start)]
+        _check_names(named, [n for n in of_repo if fnmatch(n, named.pattern)], settings.format)
+
+
+def _check_names(named: HubFiles, names: list[str], kind: str) -> None:
+    """As `corpus.check_kinds`, for what a glob of the hub names. kind: tokenize.format; "" of a
+    program."""
+    if kind == "auto" and named.pattern not in names:
+        visible = [name for name in names if not _is_hidden(name)]
+        corpus.check_kinds(f"{hub.SCHEME}{named.repo}/{named.pattern}", visible)
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether a file is one of the repository itself, such as .gitattributes, and no text of a corpus."""
+    return f"/{name}".find("/.") >= 0
 
 
 def make_inputs(config: ResolvedConfig) -> Path:
@@ -229,7 +237,12 @@ def make_inputs(config: ResolvedConfig) -> Path:
         say(f"inputs: {path} is there: nothing to do")
         return path
     commits: dict[str, str] = {}
-    downloads = [file for files in remote for file in _download(files, folder / HUB, commits)]
+    kind = "" if config.program else config.tokenize.format
+    listed = [(named, hub.list_files(named)) for named in remote]
+    for named, there in listed:
+        _check_names(named, there, kind)  # before hours of downloads
+    to = folder / HUB
+    downloads = [file for named, there in listed for file in _download(named, there, to, commits)]
     root = os.path.commonpath([_absolute(file.path).parent for file in local]) if local else ""
     total = sum(file.size for file in local + downloads)
     with progress("inputs", total, "bytes") as report:
@@ -256,11 +269,13 @@ def _digest(files: list[PathEntry], downloads: list[PathEntry]) -> str:
     )
 
 
-def _download(files: HubFiles, to: Path, commits: dict[str, str]) -> list[InputFile]:
-    """Put the files into `to`. commits: of each repository; the first file of one decides, so that all
-    its files are of one commit."""
+def _download(
+    files: HubFiles, names: list[str], to: Path, commits: dict[str, str]
+) -> list[InputFile]:
+    """Put the files of these names into `to`. commits: of each repository; the first file of one
+    decides, so that all its files are of one commit."""
     downloaded = []
-    for name in hub.list_files(files):
+    for name in names:
         at_commit = commits.get(str(files.repo))
         repo = replace(files.repo, revision=at_commit) if at_commit else files.repo
         cached = hub.download(repo, name)

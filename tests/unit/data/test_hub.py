@@ -40,6 +40,11 @@ def hub():
             ).encode()
             for part in ("a", "b")
         },
+        "datasets/team/clone": {
+            ".gitattributes": b"*.parquet filter=lfs\n",
+            "README.md": b"# Texts",
+            "train.csv": b"text\n" + b"".join(b"row %d\n" % n for n in range(20)),
+        },
     }
     with served(repos) as hub:
         yield hub
@@ -221,6 +226,23 @@ def test_corpus_from_a_hub_is_downloaded_by_its_own_step_and_then_read_offline(
         "more.txt",
     ]
     assert sum(total.documents for total in shards.totals.values()) == 41
+
+
+def test_what_a_repository_has_about_its_data_is_no_text_of_a_corpus(
+    forge_inputs, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    clone = "hf://datasets/team/clone@main"
+    code, output = forge_inputs([clone], corpus=True)
+    assert code == 65 and "has train.csv, and README.md, which would be read as text" in output
+    assert f"by its endings: {clone}/*.csv" in output
+    assert not list((tmp_path / "data").glob("inputs/*/hub"))  # nothing was downloaded
+    for inputs in ([f"{clone}/*.csv"], [f"{clone}/[.t]*"]):
+        assert forge_inputs(inputs, corpus=True)[0] == 0
+        config = resolve(checked(Config, of_corpus(inputs), "config.yaml"))
+        assert [file.name for file in corpus_files(config)] == [
+            "hf://datasets/team/clone/train.csv"
+        ]
 
 
 def test_without_its_download_a_corpus_names_the_command(tmp_path, monkeypatch):
