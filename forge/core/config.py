@@ -291,7 +291,7 @@ class Config(Section):
         results, data = Path(self.results), Path(self.data)
         if Path.cwd().is_relative_to(results.absolute()):
             results /= self.run  # around it is the project
-        made = "(tokenizers|tokens|inputs|models)/[0-9a-f]{12}"
+        made = "(?:(?:tokenizers|tokens|inputs|models)/[0-9a-f]{12}|archives/forge-[0-9]+)"
         return rf"({_either(results)}|({_either(data)})/{made})(/|$)"
 
     @property

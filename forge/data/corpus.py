@@ -20,7 +20,7 @@ from forge.core.errors import ConfigError, DataError
 from forge.core.files import utf8_bytes
 from forge.core.terminal import say, say_once
 from forge.core.tokenize_settings import Tokenize
-from forge.data import hub, rows
+from forge.data import hub, text_rows
 from forge.data.decoding import Utf8, Warn, check_length, corrupt, offset_from
 from forge.data.formats import BY_ENDING, PLAIN, ending, format_by_name, is_compressed
 from forge.data.input_bytes import CHUNK_BYTES, BytesRead, Consumed, open_bytes
@@ -138,12 +138,17 @@ def check_kinds(spec: str, names: Sequence[str]) -> None:
     """
     endings = [(name, ending(name)) for name in names]
     with_rows = [name for name, end in endings if end in BY_ENDING]
-    others = [name for name, end in endings if end not in BY_ENDING and end not in PLAIN]
+    others = [
+        name
+        for name, end in endings
+        if end not in BY_ENDING and (end not in PLAIN or ABOUT.search(name))
+    ]
     if with_rows and others:
         raise DataError(
             f"{INPUTS}: {spec!r} has {_few(with_rows)}, and {_few(others)}, which would be read as text",
             cause="a data set has files about its data, too",
-            fix=f"name what is text of the corpus, by its endings: {_by_ending(spec, with_rows)}",
+            fix="to read all of them as they are, set tokenize.format: text; else name what is text of"
+            f" the corpus, by its endings: {_by_ending(spec, with_rows)}",
         )
     if about := [name for name in others if ABOUT.search(name)]:
         say_once(f"inputs: {spec!r}: {_few(about)} read as text of the corpus, as all other files")
@@ -252,7 +257,7 @@ def _is_own(folder: str, own: re.Pattern[str] | None, spec: str) -> bool:
     named = os.path.abspath(first if first == spec else os.path.dirname(first))  # noqa: PTH100, PTH120
     if named.startswith(match[0].rstrip("/") + "/"):
         return False  # it names a directory inside, such as that of downloads
-    left_out = re.sub(r"/[0-9a-f]{12}$", "", os.path.relpath(match[0]))
+    left_out = re.sub(r"/([0-9a-f]{12}|forge-\d+)$", "", os.path.relpath(match[0]))
     say_once(f"inputs: {spec!r} is read without {left_out}, where Forge itself writes")
     return True
 
@@ -364,7 +369,7 @@ def _documents(file: InputFile, settings: Tokenize, utf8: Utf8, read: BytesRead)
     kind = _format_of(file.location, settings)
     if kind == "parquet":
         read.digest(file.path)
-        yield from rows.parquet(file.path, file.size, settings, utf8, read.consumed)
+        yield from text_rows.parquet(file.path, file.size, settings, utf8, read.consumed)
         return
     if kind == "text" and file.size <= CHUNK_BYTES and not is_compressed(file.location):
         yield from _small_text(file, settings.document_separator, utf8, read)
@@ -374,9 +379,9 @@ def _documents(file: InputFile, settings: Tokenize, utf8: Utf8, read: BytesRead)
         require_text(head, file.location)
         require_plain(head, file.location, 0)
         if kind == "jsonl":
-            yield from rows.jsonl(stream, settings, utf8)
-        elif kind in rows.SEPARATORS:
-            yield from rows.table(stream, rows.SEPARATORS[kind], settings, utf8)
+            yield from text_rows.jsonl(stream, settings, utf8)
+        elif kind in text_rows.SEPARATORS:
+            yield from text_rows.table(stream, text_rows.SEPARATORS[kind], settings, utf8)
         else:
             yield from _split_text(utf8.stream(stream), settings.document_separator, file.location)
 

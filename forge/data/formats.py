@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from forge.core.tokenize_settings import TOKEN_FORMATS
+
 COMPRESSED = (".gz", ".zst", ".zstd")  # in any case
 ROWS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 TABLES = {".csv": "csv", ".tsv": "tsv"}
@@ -35,7 +37,9 @@ def format_by_name(name: str) -> str:
 def new_readings(name: str, kind: str) -> list[str]:
     """Words for how a file is read that earlier versions read otherwise: part of the ids of what is made
     of the file. kind: `tokenize.format`."""
-    marks = []
+    marks: list[str] = []
+    if kind in TOKEN_FORMATS:
+        return marks
     if kind == "auto" and ending(name) in TABLES:
         marks.append("by column")  # once as text
     if is_compressed(name) and not name.endswith((".gz", ".zst")):

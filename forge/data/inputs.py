@@ -237,7 +237,7 @@ def make_inputs(config: ResolvedConfig) -> Path:
         say(f"inputs: {path} is there: nothing to do")
         return path
     commits: dict[str, str] = {}
-    kind = "" if config.program else config.tokenize.format
+    kind = config.tokenize.format if key == corpus.INPUTS else ""
     listed = [(named, hub.list_files(named)) for named in remote]
     for named, there in listed:
         _check_names(named, there, kind)  # before hours of downloads

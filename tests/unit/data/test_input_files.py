@@ -117,6 +117,7 @@ def test_several_commits_of_a_repository_are_refused() -> None:
 def own_files() -> None:
     for name in ("tokens", "tokenizers", "inputs", "models"):
         write(f"data/{name}/0123456789ab/manifest.json", "{}")
+    write("data/archives/forge-1000/chunk.txt")
     write("results/base/config.json", "{}")
 
 

@@ -228,7 +228,7 @@ def test_files_about_a_data_set_are_refused_beside_its_rows(
     with pytest.raises(DataError) as caught:
         read(inputs)
     assert f"clone/{about}" in caught.value.what
-    assert caught.value.fix.startswith("name what is text of the corpus")
+    assert "name what is text of the corpus, by its endings" in caught.value.fix
     advised = caught.value.fix.rpartition(": ")[2]
     assert read(*advised.split(", ")) == ["a row"]
 
