@@ -27,6 +27,7 @@ __all__ = [
     "flight_record",
     "foreach_norm",
     "narrow_tensor_by_index",
+    "scales_gradients",
     "set_timeout",
     "split_by_size_and_type",
     "unpickle_objects_with",
@@ -53,6 +54,15 @@ def flight_record(backend: str) -> bytes:
     to ask for them; NCCL has a recorder of its own, apart from that of all other backends."""
     record: bytes = getattr(c10d, "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace")()
     return record
+
+
+def scales_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step divides gradients by its attribute `grad_scale`, and leaves weights and
+    state as they are where `found_inf` is not 0; all others ignore both. torch.amp.GradScaler asks the
+    same."""
+    # Fused SGD of torch 2.13 reads memory that was never written where its first update was left out.
+    reads_both = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return reads_both and not isinstance(optimizer, torch.optim.SGD)
 
 
 def set_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:

@@ -33,6 +33,7 @@ class Muon(torch.optim.Optimizer):
     the matrices call `step`.
     """
 
+    _step_supports_amp_scaling = True  # as fused AdamW says of itself
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 

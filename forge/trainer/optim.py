@@ -6,8 +6,10 @@ from __future__ import annotations
 import math
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from forge.core.train_settings import Train
+from forge.launch.torch_private import scales_gradients
 from forge.trainer.models.decoder import Decoder
 from forge.trainer.muon import Muon
 
@@ -63,15 +65,27 @@ def update(
     """Update weights and optimizer state, and drop the gradients. All ranks call it.
 
     grad_norm: of all gradients; the update is that of gradients scaled to a norm of at most `largest`, as
-    by torch.nn.utils.clip_grad_norm_. unless: a boolean; where it is true, weights and state stay as they
-    are. Both are scalars on the device of the weights, for which the host does not wait.
+    by torch.nn.utils.clip_grad_norm_. unless: a boolean, equal on all ranks; where it is true, weights
+    and state stay as they are. Both are scalars on the device of the weights. The host waits for the
+    device only where an optimizer reads no grad_scale and found_inf, as torch.amp.GradScaler does.
     """
-    # What fused AdamW looks at on the device (torch.amp uses it): no pass over the gradients of its own.
     scale = ((grad_norm + 1e-6) / largest).clamp(min=1)
     for optimizer in optimizers:
-        optimizer.grad_scale, optimizer.found_inf = scale, unless.float()  # type: ignore[attr-defined]
-        optimizer.step()
+        if scales_gradients(optimizer):  # on the device: no pass over the gradients of its own
+            optimizer.grad_scale, optimizer.found_inf = scale, unless.float()  # type: ignore[attr-defined]
+            optimizer.step()
+        elif not unless:
+            _divide_gradients(optimizer, scale)
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
+
+def _divide_gradients(optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
+    """Divide this rank's part of all gradients of an optimizer in place."""
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if (grad := weight.grad) is not None:
+                (grad.to_local() if isinstance(grad, DTensor) else grad).div_(scale)
 
 
 def learning_rate(step: int, train: Train, decay_steps: int) -> float:

@@ -86,7 +86,7 @@ def test_state_takes_the_memory_that_a_plan_counts(optimizer: str) -> None:
     assert num_bytes == pytest.approx(planned, rel=0.01)  # norms count as matrices of their block
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", MOMENTS)
 def test_state_has_the_names_and_shapes_that_validation_expects(optimizer: str) -> None:
     train = Train(optimizer=optimizer)
     model = initialized(Llama(dim=16, layers=2, heads=2, tie_embeddings=False), 32)
