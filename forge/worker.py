@@ -91,9 +91,12 @@ def _redirect(paths: RunPaths, spec: LaunchSpec, rank: Rank) -> None:
 def _prepare(spec: LaunchSpec, rank: Rank) -> None:
     """Set the environment of this rank, before torch is imported, whose thread pool reads it."""
     master = set_rendezvous(spec.master)
-    settings = network.rank_settings(spec.machine, spec.layout, master, cpus=spec.cpus_per_rank)
+    threads = _recorded_threads(spec)
+    settings = network.rank_settings(
+        spec.machine, spec.layout, master, cpus=spec.cpus_per_rank, threads=threads
+    )
     settings += [_flight_recorder(spec), kernel_cache(spec)]
-    settings = network.apply(settings, user_threads=spec.threads)
+    settings = network.apply(settings, user_threads=None if threads else spec.threads)
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "(torch chooses)")
     banner = (
         f"[RANK {rank.rank}] WORLD_SIZE={rank.world_size} host={hostname()} pid={os.getpid()}"
@@ -115,6 +118,20 @@ def _flight_recorder(spec: LaunchSpec) -> network.Setting:
     return network.Setting(
         network.FLIGHT_RECORDER, str(prefix), "with the other logs, not in ~/.cache"
     )
+
+
+def _recorded_threads(spec: LaunchSpec) -> int | None:
+    """Threads of this rank where a recorded training decides them: always in a replay; in a resume where
+    the user has exported no number, the rank has that many cores, and no GPU. In the environment of the
+    process: torch.set_num_threads also forbids MKL to choose, by which gradients have other bits."""
+    if isinstance(spec.task, ReplayTask):
+        return spec.task.threads
+    if not isinstance(spec.task, TrainTask) or spec.task.threads is None or spec.threads:
+        return None
+    if spec.machine.device != "cpu" and network.count_gpus():
+        return None
+    cores = network.cores_of_rank(spec.ranks_per_node, spec.cpus_per_rank)
+    return spec.task.threads if spec.task.threads <= cores else None
 
 
 def _of_job(spec: LaunchSpec) -> str:

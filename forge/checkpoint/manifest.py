@@ -146,6 +146,11 @@ class Numerics(Part):
     cpu_products: str
     cpu_capability: str
 
+    @property
+    def cpu_threads(self) -> int | None:
+        """Threads a rank, on which the order of sums depends; None on a GPU, which adds without them."""
+        return self.threads if self.device == "cpu" else None
+
 
 class Versions(Part):
     """Versions of Python and of packages."""

@@ -62,16 +62,24 @@ def apply(settings: list[Setting], *, user_threads: str | None) -> list[Setting]
 
 
 def rank_settings(
-    machine: Machine, layout: WorldLayout, master: str, *, cpus: int | None = None
+    machine: Machine,
+    layout: WorldLayout,
+    master: str,
+    *,
+    cpus: int | None = None,
+    threads: int | None = None,
 ) -> list[Setting]:
     """The variables that a rank needs before torch is imported. Called on the node of the rank.
 
     cpus: cores per rank from Slurm; None divides the cores of this process among the node's ranks.
+    threads: of a rank in the training that is to be continued to the last bit; None: one for each core.
     """
     fabric = machine.fabric
-    threads = cpus or max(1, available_cores() // layout.ranks_per_node)
+    cores = cores_of_rank(layout.ranks_per_node, cpus)
     settings = [
-        Setting("OMP_NUM_THREADS", str(threads), "the node's cores divided by its ranks"),
+        Setting("OMP_NUM_THREADS", str(threads), "as in the checkpoint")
+        if threads
+        else Setting("OMP_NUM_THREADS", str(cores), "the node's cores divided by its ranks"),
         Setting(
             "TOKENIZERS_PARALLELISM", "false", "no thread pool in addition to the training threads"
         ),
@@ -206,6 +214,11 @@ DEBUG = [
     Setting("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "fabric.debug"),
     Setting("PYTHONUNBUFFERED", "1", "fabric.debug"),
 ]
+
+
+def cores_of_rank(ranks_per_node: int, cpus: int | None) -> int:
+    """Number of cores for each rank on this node. cpus: that number from Slurm."""
+    return cpus or max(1, available_cores() // ranks_per_node)
 
 
 def available_cores() -> int:

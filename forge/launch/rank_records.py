@@ -46,6 +46,7 @@ class TrainTask(RecordPart):
     own_deadline: float | None = None  # from max_minutes alone
     environment: LaunchEnvironment | None = None  # for the lineage
     interruptions: Interruptions = Interruptions()  # known before this launch
+    threads: int | None = None  # a rank, of that checkpoint; None where GPUs have trained it
 
     @property
     def shards_here(self) -> str:
@@ -95,6 +96,7 @@ class ReplayTask(RecordPart):
     name: Literal["replay"] = "replay"
     checkpoint: str
     shards: str
+    threads: int | None = None  # a rank, in the training; None where GPUs have trained it
 
 
 class LossesTask(RecordPart):

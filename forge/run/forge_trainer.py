@@ -142,6 +142,7 @@ class ForgeTrainer(ForgeRun):
             own_deadline=start.own_deadline,
             environment=placement.recorded_environment(),
             interruptions=known_at_launch(self.config, self.paths, start.job),
+            threads=self._threads(),
         )
         return run_ranks(
             task,
@@ -152,6 +153,11 @@ class ForgeTrainer(ForgeRun):
             python=start.staged.interpreter,
             checkpoint=copy,
         )
+
+    def _threads(self) -> int | None:
+        """Threads a rank with which CPUs have made the checkpoint to resume from."""
+        checkpoint = self.checkpoints.latest()
+        return checkpoint.manifest.lineage.numerics.cpu_threads if checkpoint else None
 
     def trained(self, step: int) -> Trained:
         checkpoint = resume.required(self.paths)

@@ -362,7 +362,7 @@ def train(
         paths,
         world,
         spec,
-        start=start_of_run(config, paths, world, tokens, task),
+        start=start_of_run(config, paths, world, tokens, spec),
         val_windows=windows_by_source(tokens, "val", config.train.seq_len),
     )
     trainer.announce(time.time() - task.started)

@@ -9,9 +9,12 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from forge.checkpoint import compatibility, parent, resume, storage
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Artifact, Lineage, Manifest, ReferenceLosses, SkippedSteps
+from forge.cluster.network import cores_of_rank
 from forge.core import failpoints
 from forge.core.config import ResolvedConfig
 from forge.core.files import digest_file, identity_of
@@ -19,7 +22,7 @@ from forge.core.paths import TOKENIZER, RunPaths, tokenizer_folder
 from forge.core.terminal import say
 from forge.data.sources import Tokens, digests_by_source, open_copy
 from forge.launch.process_group import World
-from forge.launch.rank_records import TrainTask
+from forge.launch.rank_records import LaunchSpec, TrainTask
 from forge.trainer import optim, pretrained
 from forge.trainer.divergence import SkippedCounts, SpikeRule
 from forge.trainer.initialize import initialize
@@ -84,7 +87,7 @@ class Start:
 
 
 def start_of_run(
-    config: ResolvedConfig, paths: RunPaths, world: World, tokens: Tokens, task: TrainTask
+    config: ResolvedConfig, paths: RunPaths, world: World, tokens: Tokens, spec: LaunchSpec
 ) -> Start:
     """The start of a run: from its newest valid checkpoint, else from its parent's, else with pretrained
     weights, else with new ones. All ranks call it.
@@ -92,6 +95,7 @@ def start_of_run(
     Raises DataError if the checkpoint was trained on other data, ConfigError if the ranks cannot share
     the model or the batch, or a share of train.mix is too small.
     """
+    task = spec.train_task
     own = resume.newest_verified(
         paths,
         world,
@@ -119,7 +123,41 @@ def start_of_run(
         failpoints.reach("load.done", checkpoint.folder)
         if world.rank.is_main:
             say(f"{'resume' if own else 'start'} from {checkpoint.folder}")
+    _tell_threads(world, own, spec)
     return start
+
+
+def _tell_threads(world: World, own: Checkpoint | None, spec: LaunchSpec) -> None:
+    """Print what the number of threads means for the last bits of a resumed run, where its cores or
+    OMP_NUM_THREADS are not those of its checkpoint. All ranks call it."""
+    then = own.manifest.lineage.numerics.cpu_threads if own else None
+    if world.device.type != "cpu":
+        return
+    table = world.gather([float(torch.get_num_threads())], "comparison of threads")
+    now = sorted({int(row[0]) for row in table})
+    cores = cores_of_rank(spec.ranks_per_node, spec.cpus_per_rank)
+    if world.rank.is_main and (text := threads_text(now, then, cores, spec.threads)):
+        say(text)
+
+
+def threads_text(now: list[int], then: int | None, cores: int, exported: str | None) -> str:
+    """The sentence on threads at a start; "" where there is nothing to say. now: the numbers that the
+    ranks have, in order. then: that of the checkpoint, None without one. cores: of a rank. exported:
+    OMP_NUM_THREADS of the user."""
+    numbers = " to ".join(str(number) for number in (now if len(now) == 1 else (now[0], now[-1])))
+    if len(now) == 1 and then in (None, now[0]):
+        if then is None or then == cores or exported:
+            return ""
+        return (
+            f"threads a rank: {then} of {cores} cores, as in the checkpoint, for equal bits; to use all,"
+            f" export OMP_NUM_THREADS={cores}"
+        )
+    reason = f"OMP_NUM_THREADS is {exported}" if exported else "nodes have other numbers of cores"
+    made = f", the checkpoint was made with {then}" if then else ""
+    return (
+        f"warning: threads a rank: {numbers}{made}: {reason}. With another number sums are added in"
+        " another order: the last bits of weights may differ between a resumed and an uninterrupted run"
+    )
 
 
 def start_of_checkpoint(

@@ -225,7 +225,7 @@ class ModelChecks:
             shards=shards_folder(self._config),
             precision=then.precision,
             # The order of sums in a product depends on it.
-            threads=then.threads if then.device == "cpu" else None,
+            threads=then.cpu_threads,
             **wanted,
         )
 

@@ -137,7 +137,11 @@ def _train_on(
     device: Device,
 ) -> RankRecord:
     """Load in fresh ranks on this host and train up to `step`; the record of the ranks."""
-    task = ReplayTask(checkpoint=str(checkpoint.folder.resolve()), shards=shards_folder(config))
+    task = ReplayTask(
+        checkpoint=str(checkpoint.folder.resolve()),
+        shards=shards_folder(config),
+        threads=checkpoint.manifest.lineage.numerics.cpu_threads,
+    )
     overrides = {
         "train.max_steps": step,
         "train.decay_steps": checkpoint.manifest.decay_steps,

@@ -6,8 +6,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import torch
-
 from forge.checkpoint import directory, storage
 from forge.core.config import ResolvedConfig
 from forge.data.sources import Tokens, open_tokens
@@ -48,7 +46,6 @@ def _train(
     """The losses of the steps after a checkpoint, and whether the state after them is finite."""
     prepare(world.device, deterministic=config.train.deterministic)
     then = checkpoint.manifest.lineage.numerics
-    torch.set_num_threads(then.threads)  # the order of sums in a product depends on it
     start = start_of_checkpoint(config, world, tokens, checkpoint)
     losses = _losses(config, start)
     state = storage.training_state(start.model, start.optimizers)
