@@ -10,6 +10,7 @@ from forge.core.errors import ConfigError
 from forge.core.models.base import Model
 from forge.core.models.gpt2 import Gpt2
 from forge.core.models.llama import Llama
+from forge.core.terminal import say
 from forge.core.values import shown
 
 # model.architecture -> its keys. trainer/models/NAME_decoder.py has the layers.
@@ -46,7 +47,8 @@ else:
 def model_keys(values: dict[str, Any], seq_len: int, where: str) -> dict[str, Any]:
     """The keys of `model` that a config.json sets. where: its place, for errors.
 
-    seq_len: train.seq_len. Raises ConfigError that names each key and value that does not fit.
+    Says which of two contradicting values is taken. seq_len: train.seq_len. Raises ConfigError that names
+    each key and value that does not fit.
     """
     name, model = _of_hf(values, where)
     if problems := list(model.hf_misfits(values, seq_len)):
@@ -55,6 +57,8 @@ def model_keys(values: dict[str, Any], seq_len: int, where: str) -> dict[str, An
             cause="Forge's decoder has nothing like it, and would train another model",
             fix="choose other weights; docs/huggingface.md lists what fits",
         )
+    for choice in model.hf_choices(values):
+        say(f"warning: {where}: {choice}")
     return {"architecture": name, **model.keys_of_hf(values)}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import Field, model_validator
@@ -14,6 +14,18 @@ from forge.core.values import shown
 
 HUB_NAME = r"[\w.-]+/[\w.-]+@[\w./-]+"  # owner/name@revision
 INIT_STD = 0.02  # GPT-2, also used by Llama's Hugging Face config (`initializer_range`)
+# Keys that transformers reads from any config.json, also where the class of the architecture lacks them
+# (configuration_utils.py, modeling_utils.py, masking_utils.py), with the values that change nothing.
+HF_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "quantization_config": (None,),
+    "is_causal": (True,),
+    "per_layer_config": (None, {}),
+    "transformers_weights": (None, "model.safetensors"),  # the file to read
+    "fusion_config": (None,),
+    "attribute_map": ({},),
+    # Sections that transformers takes for the settings of the decoder.
+    **dict.fromkeys(("text_config", "decoder", "generator"), (None,)),
+}
 
 
 class InitSettings(Section):
@@ -154,7 +166,16 @@ class Model(Section):
     @abstractmethod
     def hf_misfits(cls, values: dict[str, Any], seq_len: int) -> Iterator[str]:
         """A phrase for each value in a config.json that this model cannot have. values: `architectures`
-        is one of HF_ARCHITECTURES. seq_len: train.seq_len."""
+        is one of HF_ARCHITECTURES. seq_len: train.seq_len.
+
+        A key that transformers' class of the architecture lacks is ignored, as transformers does.
+        tests/unit/trainer/test_weights_of_others.py compares each key's effect.
+        """
+
+    @classmethod
+    def hf_choices(cls, values: dict[str, Any]) -> Iterator[str]:
+        """A phrase for each choice between two values in a config.json without misfits."""
+        yield from ()
 
     @classmethod
     @abstractmethod
@@ -179,3 +200,22 @@ class Model(Section):
     def is_transposed_in_hf(self, name: str) -> bool:
         """Whether the files have the matrix of this parameter transposed."""
         return False
+
+
+def not_neutral(values: dict[str, Any], neutral: dict[str, tuple[Any, ...]]) -> Iterator[str]:
+    """A phrase for each value in a config.json that would change the forward pass. neutral: keys of the
+    architecture, with the values that do not; a missing key has one of these by default."""
+    for key, harmless in (HF_NEUTRAL | neutral).items():
+        if key in values and values[key] not in harmless:
+            yield f"{key} is {shown(values[key])}"
+
+
+def not_given(
+    values: dict[str, Any], numbers: Iterable[str], may_be_null: set[str]
+) -> Iterator[str]:
+    """Phrases for the numbers that a config.json lacks, or has as null."""
+    if missing := [key for key in numbers if key not in values]:
+        yield f"it has no {', '.join(missing)}"
+    for key in numbers:
+        if key in values and values[key] is None and key not in may_be_null:
+            yield f"{key} is None"

@@ -7,8 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from forge.core.models.base import INIT_STD, Activations, Model
-from forge.core.values import shown
+from forge.core.models.base import INIT_STD, Activations, Model, not_given, not_neutral
 
 # Each number: key in config.json -> key of `model`.
 GPT2_NUMBERS = {
@@ -23,13 +22,20 @@ GPT2_NUMBERS = {
 }
 # What a config.json may leave out.
 GPT2_DEFAULTS = {"n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
-# Keys that would change the forward pass, with the values that do not; a missing key counts as None.
+# Second names of numbers (`GPT2Config.attribute_map`), which win where a config.json has both.
+GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+# Keys that would change the forward pass, with the values that do not.
 GPT2_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh", None),
-    "scale_attn_weights": (True, None),
-    "scale_attn_by_inverse_layer_idx": (False, None),
-    "add_cross_attention": (False, None),
-    "quantization_config": (None,),
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
 }
 
 
@@ -90,19 +96,16 @@ class Gpt2(Model):
 
     @classmethod
     def hf_misfits(cls, values: dict[str, Any], seq_len: int) -> Iterator[str]:
-        values = {**GPT2_DEFAULTS, **values}
-        if missing := [key for key in GPT2_NUMBERS if key not in values]:
-            yield f"it has no {', '.join(missing)}"
-        for key, neutral in GPT2_NEUTRAL.items():
-            if (value := values.get(key)) not in neutral:
-                yield f"{key} is {shown(value)}"
+        values = _with_defaults(values)
+        yield from not_given(values, GPT2_NUMBERS, may_be_null={"n_inner"})
+        yield from not_neutral(values, GPT2_NEUTRAL)
         positions = values.get("n_positions")
         if isinstance(positions, int) and positions < seq_len:
             yield f"n_positions is {positions}, smaller than train.seq_len {seq_len}"
 
     @classmethod
     def keys_of_hf(cls, values: dict[str, Any]) -> dict[str, Any]:
-        values = {**GPT2_DEFAULTS, **values}
+        values = _with_defaults(values)
         keys = {ours: values[theirs] for theirs, ours in GPT2_NUMBERS.items()}
         if keys["ffn_dim"] is None and isinstance(keys["dim"], int):
             keys["ffn_dim"] = 4 * keys["dim"]
@@ -136,3 +139,8 @@ class Gpt2(Model):
 
     def is_transposed_in_hf(self, name: str) -> bool:
         return name.endswith((".c_attn.weight", ".c_proj.weight", ".c_fc.weight"))
+
+
+def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    by_alias = {ours: values[alias] for alias, ours in GPT2_ALIASES.items() if alias in values}
+    return {**GPT2_DEFAULTS, **values, **by_alias}

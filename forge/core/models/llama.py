@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from forge.core.errors import ConfigError
-from forge.core.models.base import INIT_STD, Activations, Model
+from forge.core.models.base import INIT_STD, Activations, Model, not_given, not_neutral
 from forge.core.section import Section
 from forge.core.values import shown
 
@@ -25,16 +25,13 @@ NUMBERS = {
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tie_embeddings",
 }
-# Keys that would change the forward pass, with the values that do not; a missing key counts as None.
+# Keys of all families that would change the forward pass, with the values that do not.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", None),
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
+    "hidden_act": ("silu",),
     "attention_dropout": (0, None),
     "partial_rotary_factor": (1, None),
-    "clip_qkv": (None,),
-    "quantization_config": (None,),
 }
+NO_BIAS = {"attention_bias": (False,)}
 # rope_type llama3: key in config.json -> key of model.rope_scaling.
 LLAMA3 = {
     "factor": "factor",
@@ -53,7 +50,10 @@ class Family:
     norm: Literal["pre", "post"] = "pre"
     qk_norm: Literal["none", "head", "full"] = "none"
     defaults: dict[str, Any] = field(default_factory=dict)
-    """Values of keys that a config.json may leave out."""
+    """Values of keys that a config.json may leave out. A sliding window is a key of a family that has it
+    here; in the config.json of another family transformers ignores it."""
+    neutral: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """As NEUTRAL, of keys that not all families have."""
 
 
 # Mistral comes after Llama: without a window it is the same, and exported as Llama.
@@ -63,19 +63,27 @@ FAMILIES = (
         "llama",
         # num_key_value_heads and rope_theta: the first Llama had neither key.
         defaults={"head_dim": None, "num_key_value_heads": None, "rope_theta": 10000.0},
+        neutral={**NO_BIAS, "mlp_bias": (False,)},
     ),
     Family(
         "MistralForCausalLM",
         "mistral",
         defaults={"head_dim": None, "rope_theta": 10000.0, "sliding_window": 4096},
     ),
-    Family("Qwen3ForCausalLM", "qwen3", qk_norm="head", defaults={"head_dim": 128}),
+    Family(
+        "Qwen3ForCausalLM",
+        "qwen3",
+        qk_norm="head",
+        defaults={"head_dim": 128, "sliding_window": 4096, "use_sliding_window": False},
+        neutral=NO_BIAS,
+    ),
     Family(
         "Olmo2ForCausalLM",
         "olmo2",
         norm="post",
         qk_norm="full",
         defaults={"head_dim": None, "num_key_value_heads": None},
+        neutral=NO_BIAS,
     ),
 )
 
@@ -182,12 +190,23 @@ class Llama(Model):
 
     @classmethod
     def hf_misfits(cls, values: dict[str, Any], seq_len: int) -> Iterator[str]:
-        values = _with_defaults(values)
-        rope = _rope(values)
-        yield from _missing(values, rope)
-        yield from _not_neutral(values)
+        family, values = _family(values), _with_defaults(values)
+        may_be_null = {key for key, value in family.defaults.items() if value is None}
+        yield from not_given(values, NUMBERS, may_be_null | {"num_key_value_heads"})
+        of_family = {"model_type": (family.model_type,), **family.neutral}
+        yield from not_neutral(values, NEUTRAL | of_family)
         yield from _window(values, seq_len)
-        yield from _other_rope(rope)
+        yield from _other_rope(values)
+
+    @classmethod
+    def hf_choices(cls, values: dict[str, Any]) -> Iterator[str]:
+        values = _with_defaults(values)
+        taken, replaced = _rope(values), _rope({**values, "rope_scaling": None})
+        same = _kind(taken) == _kind(replaced) and all(
+            taken.get(key) == replaced.get(key) for key in ("rope_theta", *LLAMA3)
+        )
+        if values.get("rope_scaling") and values.get("rope_parameters") and not same:
+            yield "rope_scaling replaces the rope_parameters beside it, as in transformers"
 
     @classmethod
     def keys_of_hf(cls, values: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +214,11 @@ class Llama(Model):
         keys, rope = {ours: values[theirs] for theirs, ours in NUMBERS.items()}, _rope(values)
         if keys["kv_heads"] is None:
             keys["kv_heads"] = keys["heads"]
-        scaling = {ours: rope[theirs] for theirs, ours in LLAMA3.items()} if _kind(rope) else None
+        scaling = (
+            {ours: rope[theirs] for theirs, ours in LLAMA3.items()}
+            if _kind(rope) == "llama3"
+            else None
+        )
         return {
             **keys,
             "norm": family.norm,
@@ -264,46 +287,65 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope(values: dict[str, Any]) -> dict[str, Any]:
-    """Rotary settings as transformers 5 writes them, also where those of 4 are there."""
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    """Rotary settings as transformers 5 resolves them, also those that transformers 4 wrote.
+
+    rope_scaling replaces rope_parameters as a whole, unless it is empty: `convert_rope_params_to_dict` of
+    transformers (modeling_rope_utils.py).
+    """
+    rope = values.get("rope_scaling") or values.get("rope_parameters") or {}
     theta = {"rope_theta": values["rope_theta"]} if "rope_theta" in values else {}
-    return {**theta, **scaling} if isinstance(scaling, dict) else {"rope_type": scaling}
+    return {**theta, **rope} if isinstance(rope, dict) else {"rope_type": rope}
 
 
 def _kind(rope: dict[str, Any]) -> Any:
-    """The type of scaling; None for none."""
-    kind = rope.get("rope_type", rope.get("type"))
-    return None if kind == "default" else kind
-
-
-def _missing(values: dict[str, Any], rope: dict[str, Any]) -> Iterator[str]:
-    missing = [key for key in NUMBERS if key not in values]
-    missing += [] if "rope_theta" in rope else ["rope_theta"]
-    if _kind(rope) == "llama3":
-        missing += [key for key in LLAMA3 if key not in rope]
-    if missing:
-        yield f"it has no {', '.join(missing)}"
-
-
-def _not_neutral(values: dict[str, Any]) -> Iterator[str]:
-    for key, neutral in NEUTRAL.items():
-        if (value := values.get(key)) not in neutral:
-            yield f"{key} is {shown(value)}"
+    """The type of scaling."""
+    return rope.get("rope_type", rope.get("type", "default"))
 
 
 def _window(values: dict[str, Any], seq_len: int) -> Iterator[str]:
     """Sliding windows, which do nothing to samples that are not longer."""
-    window = values.get("sliding_window")
-    used = values.get("use_sliding_window", _family(values).model_type == "mistral")
-    if used and window is not None and window < seq_len:
+    known = _family(values).defaults
+    window = values["sliding_window"] if "sliding_window" in known else None
+    if "use_sliding_window" in known and not values["use_sliding_window"]:
+        window = None
+    if window is None:
+        yield from _windowed_layers(values.get("layer_types"))
+    elif not isinstance(window, int):
+        yield f"sliding_window is {shown(window)}"
+    elif window < seq_len:
         yield f"sliding_window is {window}, smaller than train.seq_len {seq_len}"
-    others = {*(values.get("layer_types") or ())} - {"full_attention"}
-    if others and not used:
-        yield f"layer_types has {', '.join(map(str, sorted(others)))}"
 
 
-def _other_rope(rope: dict[str, Any]) -> Iterator[str]:
-    if (kind := _kind(rope)) not in (None, "llama3"):
+def _windowed_layers(layer_types: Any) -> Iterator[str]:
+    if layer_types is not None and not isinstance(layer_types, list):
+        yield f"layer_types is {shown(layer_types)}"
+    elif others := {str(kind) for kind in layer_types or ()} - {"full_attention"}:
+        yield f"layer_types has {', '.join(sorted(others))}"
+
+
+def _other_rope(values: dict[str, Any]) -> Iterator[str]:
+    rope = _rope(values)
+    kind = _kind(rope)
+    needed = ["rope_theta", *(LLAMA3 if kind == "llama3" else ())]
+    if missing := [key for key in needed if key not in rope]:
+        yield f"it has no {', '.join(missing)}"
+    if kind not in ("default", "llama3"):
         yield f"rope_type is {shown(kind)}"
     if rope.get("partial_rotary_factor", 1) != 1:
         yield f"partial_rotary_factor is {rope['partial_rotary_factor']}"
+    if of_layers := [key for key, value in rope.items() if isinstance(value, dict)]:
+        yield f"rope_parameters differ by layer ({', '.join(of_layers)})"
+    yield from _contradictions(values, rope)
+
+
+def _contradictions(values: dict[str, Any], rope: dict[str, Any]) -> Iterator[str]:
+    """Numbers that a config.json has twice, of which transformers takes one without a word."""
+    length = "original_max_position_embeddings"
+    found, outside = rope.get(length), values.get(length, rope.get(length))
+    if _kind(rope) == "llama3" and found != outside:
+        yield f"{length} is {shown(outside)}, and {shown(found)} among the rotary settings"
+    scaling, replaced = values.get("rope_scaling"), values.get("rope_parameters")
+    if isinstance(scaling, dict) and scaling and isinstance(replaced, dict):
+        lost = replaced.get("rope_theta", rope.get("rope_theta"))
+        if "rope_theta" not in scaling and lost != rope.get("rope_theta"):
+            yield f"rope_scaling replaces rope_parameters, whose rope_theta {shown(lost)} is lost"

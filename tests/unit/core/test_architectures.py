@@ -129,6 +129,11 @@ LLAMA_1 = {
     )
 } | {"intermediate_size": 11008, "vocab_size": 32000}
 
+# As transformers 5 writes it.
+LLAMA_5 = {key: LLAMA_31_8B[key] for key in LLAMA_31_8B.keys() - {"rope_theta", "rope_scaling"}} | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}
+}
+
 
 def keys(values: dict[str, Any], seq_len: int = 1024) -> dict[str, Any]:
     return model_keys(values, seq_len, "team/model@main/config.json")
@@ -195,7 +200,7 @@ def test_what_transformers_5_writes_is_the_same():
         (LLAMA_31_8B, {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_type is 'linear'"),
         (LLAMA_31_8B, {"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
         (LLAMA_31_8B, {"rope_scaling": {"rope_type": "llama3"}}, "it has no factor, low_freq"),
-        (LLAMA_31_8B, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "rotary_factor is 0.5"),
+        (LLAMA_31_8B, {"rope_scaling": {"partial_rotary_factor": 0.5}}, "rotary_factor is 0.5"),
         (LLAMA_31_8B, {"hidden_size": ...}, "it has no hidden_size"),
         (QWEN3_06B, {"rope_theta": ...}, "it has no rope_theta"),
         (QWEN3_06B, {"num_key_value_heads": ...}, "it has no num_key_value_heads"),
@@ -206,6 +211,48 @@ def test_what_transformers_5_writes_is_the_same():
         ),
         (QWEN3_06B, {"layer_types": ["sliding_attention"]}, "layer_types has sliding_attention"),
         (MISTRAL_7B_V03, {"sliding_window": 4095}, "sliding_window is 4095"),
+        (
+            MISTRAL_7B_V03,
+            {"sliding_window": 1024, "use_sliding_window": False},  # the class lacks the latter
+            "sliding_window is 1024",
+        ),
+        (MISTRAL_7B_V03, {"sliding_window": "long"}, "sliding_window is 'long'"),
+        (QWEN3_06B, {"layer_types": 7}, "layer_types is 7"),
+        (MISTRAL_7B_V03, {"layer_types": ["sliding_attention"]}, "layer_types has sliding_att"),
+        (LLAMA_5, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'"),
+        (LLAMA_5, {"rope_scaling": {"rope_type": "linear", "factor": 2}}, "rope_type is 'linear'"),
+        (LLAMA_5, {"rope_scaling": {"type": "dynamic", "factor": 2}}, "rope_type is 'dynamic'"),
+        (LLAMA_5, {"rope_scaling": {"rope_type": None}}, "rope_type is None"),
+        (LLAMA_5, {"rope_scaling": "yarn"}, "rope_type is 'yarn'"),
+        (LLAMA_5, {"rope_scaling": 7}, "rope_type is 7"),
+        (
+            LLAMA_5,
+            {"rope_scaling": LLAMA_31_8B["rope_scaling"]},
+            "rope_scaling replaces rope_parameters, whose rope_theta 500000.0 is lost",
+        ),
+        (
+            LLAMA_31_8B,
+            {"original_max_position_embeddings": 4096},
+            "original_max_position_embeddings is 4096, and 8192 among the rotary settings",
+        ),
+        (
+            LLAMA_5,
+            {"rope_parameters": {"full_attention": {"rope_theta": 5e5}}},
+            r"rope_parameters differ by layer \(full_attention\)",
+        ),
+        (LLAMA_31_8B, {"model_type": "mistral"}, "model_type is 'mistral'"),
+        (GPT2_124M, {"model_type": "llama"}, "model_type is 'llama'"),
+        (LLAMA_31_8B, {"vocab_size": None}, "vocab_size is None"),
+        (GPT2_124M, {"vocab_size": None}, "vocab_size is None"),
+        (LLAMA_31_8B, {"intermediate_size": None}, "intermediate_size is None"),
+        (QWEN3_06B, {"head_dim": None}, "head_dim is None"),
+        (LLAMA_31_8B, {"hidden_act": None}, "hidden_act is None"),
+        (LLAMA_31_8B, {"is_causal": False}, "is_causal is False"),
+        (LLAMA_31_8B, {"per_layer_config": {"0": {}}}, "per_layer_config is "),
+        (LLAMA_31_8B, {"transformers_weights": "other.safetensors"}, "transformers_weights is "),
+        (LLAMA_31_8B, {"attribute_map": {"head_dim": "hidden_size"}}, "attribute_map is "),
+        (LLAMA_31_8B, {"text_config": {"tie_word_embeddings": True}}, "text_config is "),
+        (GPT2_124M, {"max_position_embeddings": 512}, "n_positions is 512, smaller than"),
         (GPT2_124M, {"n_positions": 4095}, "n_positions is 4095, smaller than train.seq_len 4096"),
         (GPT2_124M, {"activation_function": "relu"}, "activation_function is 'relu'"),
         (GPT2_124M, {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx is True"),
@@ -218,12 +265,50 @@ def test_what_does_not_fit_is_named_with_its_value(values, change, message):
         keys(changed, 4096)
 
 
+def test_rope_scaling_replaces_rope_parameters_as_in_transformers_and_that_is_said(capsys):
+    scaling = LLAMA_31_8B["rope_scaling"] | {"rope_theta": 7.0}
+    assert keys({**LLAMA_5, "rope_scaling": scaling}) == {**keys(LLAMA_31_8B), "rope_theta": 7.0}
+    assert "warning: team/model@main/config.json: rope_scaling replaces" in capsys.readouterr().err
+    keys({**LLAMA_5, "rope_parameters": {"rope_type": "llama3"}, "rope_scaling": scaling})
+    assert "warning: " in capsys.readouterr().err
+    for nothing in ({}, None):
+        assert keys({**LLAMA_5, "rope_scaling": nothing}) == keys(LLAMA_5)
+    # As an export of Forge has both, for transformers 4 and 5.
+    keys({**LLAMA_31_8B, "rope_parameters": {**LLAMA_31_8B["rope_scaling"], "rope_theta": 5e5}})
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "change"),
+    [
+        (LLAMA_31_8B, {"sliding_window": 16, "use_sliding_window": True}),
+        (OLMO2_1B, {"sliding_window": 16, "mlp_bias": True}),
+        (MISTRAL_7B_V03, {"attention_bias": True, "mlp_bias": True}),
+        (QWEN3_06B, {"sliding_window": 16, "clip_qkv": 8}),
+        (GPT2_124M, {"hidden_act": "relu", "rope_scaling": {"rope_type": "yarn"}}),
+        (GPT2_124M, {"reorder_and_upcast_attn": True}),  # the same numbers in another order
+    ],
+)
+def test_keys_that_the_class_of_transformers_lacks_change_nothing(values, change):
+    assert keys({**values, **change}) == keys(values)
+
+
+def test_second_names_of_gpt2_win_as_in_transformers():
+    assert keys({**GPT2_124M, "num_hidden_layers": 3})["layers"] == 3
+    other = {"hidden_size": 768, "num_attention_heads": 12, "max_position_embeddings": 1024}
+    left_out = {key: value for key, value in GPT2_124M.items() if not key.startswith("n_")}
+    assert keys({**left_out, **other, "num_hidden_layers": 12}) == keys(GPT2_124M)
+
+
 def test_a_window_as_long_as_the_samples_does_nothing():
     window = {**MISTRAL_7B_V03, "sliding_window": 4096}
     assert keys(window, 4096) == keys(MISTRAL_7B_V03)
     without = {key: value for key, value in window.items() if key != "sliding_window"}
-    with pytest.raises(ConfigError, match="sliding_window is 4096"):  # transformers' default
-        keys(without, 4097)
+    used = {**QWEN3_06B, "use_sliding_window": True}
+    del used["sliding_window"]
+    for values in (without, used):
+        with pytest.raises(ConfigError, match="sliding_window is 4096"):  # transformers' default
+            keys(values, 4097)
 
 
 def test_a_model_that_transformers_does_not_have_is_named():
@@ -259,6 +344,6 @@ def test_a_config_without_the_key_has_a_llama():
 
 
 def test_numbers_of_another_type_in_a_config_json_are_a_config_error():
-    model = keys({**GPT2_124M, "n_embd": None})
-    with pytest.raises(ConfigError, match=r"model.dim is None"):
+    model = keys({**GPT2_124M, "n_embd": "wide"})
+    with pytest.raises(ConfigError, match=r"model.dim is 'wide'"):
         load_config("/dev/null", {"model": model})
