@@ -36,6 +36,10 @@ from forge.data.shards import InputEntry
 FORMAT = 1  # of the id
 OF_THE_USER = ("init", "dropout")  # keys of `model` that weights do not give
 HF_CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+# Files by which transformers makes another model than that of WEIGHTS or INDEX beside them: an adapter of
+# PEFT, where that is installed, and weights of `distributed/checkpoint.py`.
+OTHER_WEIGHTS = (ADAPTER, "shard-[0-9]*-model-[0-9]*-of-[0-9]*.safetensors")
 
 
 class WeightsEntry(InputEntry):
@@ -235,8 +239,11 @@ def find_files(config: ResolvedConfig) -> tuple[Path, list[Path], str]:
     assert init
     if init.hub:
         return _download(init, model_folder(config.data, config.ids.model).absolute())
-    files = _local_files(str(init.path))
-    return Path(str(init.path)).absolute(), files, ""
+    folder = Path(str(init.path))
+    files = _local_files(str(folder))
+    if (folder / WEIGHTS).is_file() and (folder / INDEX).is_file():
+        say(f"model: {folder} has {WEIGHTS} and {INDEX}: the former is read, as transformers does")
+    return folder.absolute(), files, ""
 
 
 def is_made(config: ResolvedConfig) -> bool:
@@ -271,8 +278,12 @@ def write_manifest(
 
 
 def _local_files(folder: str) -> list[Path]:
+    for pattern in OTHER_WEIGHTS:
+        for path in Path(folder).glob(pattern):
+            raise _other_weights(f"model.init.path is {folder!r}", path.name)
     index = Path(folder) / INDEX
-    names = _names_in(index) if index.is_file() else [WEIGHTS]
+    is_single = (Path(folder) / WEIGHTS).is_file() or not index.is_file()
+    names = [WEIGHTS] if is_single else _names_in(index)
     files = [Path(folder) / name for name in names]
     for file in files:
         if not file.is_file():
@@ -282,6 +293,14 @@ def _local_files(folder: str) -> list[Path]:
                 fix="name a directory as transformers' save_pretrained writes it",
             )
     return files
+
+
+def _other_weights(where: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{where}, which has {name}",
+        cause="an adapter, which transformers applies to the weights, or weights in parts",
+        fix="merge it (PEFT: merge_and_unload) and save_pretrained into a directory of its own",
+    )
 
 
 def _names_in(index: Path) -> list[str]:
@@ -308,7 +327,9 @@ def _download(init: InitSettings, target: Path) -> tuple[Path, list[Path], str]:
     assert config  # read when the config was resolved
     commit = hub.commit_of(config, HF_CONFIG)
     repo = replace(repo, revision=commit)
-    index = hub.download(repo, INDEX)
+    if _on_hub(repo, ADAPTER):
+        raise _other_weights(f"model.init.hub is {init.hub}", ADAPTER)
+    index = None if _on_hub(repo, WEIGHTS) else hub.download(repo, INDEX)
     files = []
     for name in _names_in(index) if index else [WEIGHTS]:
         cached = hub.download(repo, name)
@@ -320,6 +341,22 @@ def _download(init: InitSettings, target: Path) -> tuple[Path, list[Path], str]:
             )
         files.append(_linked(cached.resolve(), target / name))
     return target, files, commit
+
+
+def _on_hub(repo: hub.Repo, name: str) -> bool:
+    """Whether a repository has a file, which is then downloaded.
+
+    With HF_HUB_OFFLINE, what the cache does not have is not there, as for transformers: a cache that
+    another program filled does not record which files are missing.
+    """
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    try:
+        return hub.download(repo, name) is not None
+    except UnfitError:
+        if not HF_HUB_OFFLINE:
+            raise
+        return False
 
 
 def _linked(cached: Path, link: Path) -> Path:

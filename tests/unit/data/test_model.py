@@ -132,9 +132,76 @@ def test_incomplete_directories_are_named(folder, file, content, error, message)
     if content is None:
         (folder / file).unlink()
     else:
+        (folder / "model.safetensors").unlink()
         (folder / file).write_text(content)
     with pytest.raises(error, match=message):
         resolve(config_of(folder))
+
+
+def write_shards(folder: Path) -> None:
+    index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00001.safetensors"}}
+    (folder / model.INDEX).write_text(json.dumps(index))
+    (folder / "model-00001-of-00001.safetensors").write_bytes(b"other weights")
+
+
+def test_a_single_file_is_read_in_place_of_shards_beside_it_and_that_is_said(folder, capsys):
+    """save_pretrained into a directory of an older model, saved in parts, removes these only if it knows
+    their names; transformers reads the single file."""
+    write_shards(folder)
+    _, files, _ = model.find_files(resolve(config_of(folder)))
+    assert files == [folder / "model.safetensors"]
+    assert "the former is read" in capsys.readouterr().err
+    (folder / "model.safetensors").unlink()
+    _, files, _ = model.find_files(resolve(config_of(folder)))
+    assert files == [folder / "model-00001-of-00001.safetensors"]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "name", ["adapter_config.json", "shard-00000-model-00001-of-00002.safetensors"]
+)
+def test_files_by_which_transformers_makes_another_model_are_named(folder, name):
+    (folder / name).write_text("{}")
+    with pytest.raises(ConfigError, match=f"which has {name}"):
+        resolve(config_of(folder))
+
+
+@pytest.mark.parametrize("offline", [False, True])
+@pytest.mark.parametrize(
+    "files", [["model.safetensors"], ["shards"], ["model.safetensors", "shards"]]
+)
+def test_a_single_file_of_the_hub_comes_before_shards(folder, monkeypatch, files, offline):
+    """Offline, a cache that another program filled does not say which files the repository lacks."""
+    from huggingface_hub import constants
+
+    write_shards(folder)
+    if "shards" not in files:
+        (folder / model.INDEX).unlink()
+    if "model.safetensors" not in files:
+        (folder / model.WEIGHTS).unlink()
+
+    def download(repo, name):
+        path = folder / name
+        if not path.exists() and offline:
+            raise UnfitError(f"{name} is not in the cache")
+        return path if path.exists() else None
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(model.hub, "download", download)
+    hub = {"model": {"init": {"path": None, "hub": "team/weights@main"}}}
+    _, found, _ = model.find_files(resolve(config_of(folder, hub)))
+    single = "model.safetensors" in files
+    assert [path.name for path in found] == [
+        model.WEIGHTS if single else "model-00001-of-00001.safetensors"
+    ]
+
+
+def test_an_adapter_on_the_hub_is_named(folder, monkeypatch):
+    (folder / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr(model.hub, "download", lambda repo, name: folder / name)
+    hub = {"model": {"init": {"path": None, "hub": "team/weights@main"}}}
+    with pytest.raises(ConfigError, match=r"model.init.hub is .*, which has adapter_config.json"):
+        model.find_files(resolve(config_of(folder, hub)))
 
 
 def test_a_file_that_a_node_does_not_see_is_no_bad_data(folder):
@@ -197,7 +264,7 @@ def test_weights_of_the_hub_are_linked_from_its_cache_and_then_need_no_network(f
         code, output = command(tmp_path, folder, hub.url)
         assert code == 0, output
         asked = {path.rsplit("/", 1)[1] for path in hub.asked if "/resolve/" in path}
-        assert asked == {"config.json", "model.safetensors", "model.safetensors.index.json"}
+        assert asked == {"config.json", "model.safetensors", "adapter_config.json"}
     (path,) = (tmp_path / "data" / "models").glob("*/manifest.json")
     manifest = model.ModelManifest.read(path)
     assert (manifest.commit, manifest.source) == (COMMIT, "hub:team/weights@main")
