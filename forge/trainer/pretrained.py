@@ -24,6 +24,7 @@ from forge.trainer.initialize import own_rows
 from forge.trainer.models.decoder import Decoder, make_decoder
 
 DTYPES = ("F64", "F32", "F16", "BF16")
+ROWS_AT_ONCE = 2**14  # of two matrices that are compared
 
 
 def make_model(config: ResolvedConfig) -> Path:
@@ -40,6 +41,7 @@ def make_model(config: ResolvedConfig) -> Path:
     folder, files, commit = model.find_files(config)
     with _Tensors(files, config.model) as tensors:
         tensors.refuse_misfits()
+        tensors.refuse_another_output(0, config.model.num_rows(0))
     return model.write_manifest(config, folder, files, commit)
 
 
@@ -83,6 +85,8 @@ def read(decoder: Decoder, files: Sequence[Path]) -> None:
         for name, parameter in decoder.named_parameters():
             local, first, _ = own_rows(parameter)
             local.copy_(tensors.rows(name, first, first + len(local)))
+            if name == decoder.embedding_name:
+                tensors.refuse_another_output(first, first + len(local))
 
 
 class _Tensors:
@@ -90,6 +94,8 @@ class _Tensors:
 
     def __init__(self, files: Sequence[Path], settings: Model) -> None:
         self._files, self._settings = files, settings
+        assert settings.vocab_size
+        self._decoder = make_decoder(settings, settings.vocab_size)  # for names and shapes
         self._stack = ExitStack()
         self._place: dict[str, tuple[Any, str]] = {}  # parameter -> open file, name in it
 
@@ -105,11 +111,22 @@ class _Tensors:
                 ) from None
             for stored in file.keys():  # noqa: SIM118, no dict
                 if name := self._settings.hf_tensor(stored):
+                    self._refuse_second_name(name, stored)
                     self._place[name] = (file, stored)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def _refuse_second_name(self, name: str, stored: str) -> None:
+        # The same name in two files is no error: transformers, too, takes the last file by name.
+        _, before = self._place.get(name, (None, stored))
+        if before != stored:
+            raise DataError(
+                f"the weights in {self._files[0].parent} have {name} twice: {before} and {stored}",
+                cause="files of two models, or of one model in two formats",
+                fix="remove the files of one of them",
+            )
 
     def _slice(self, name: str) -> Any:
         file, stored = self._place[name]
@@ -126,14 +143,15 @@ class _Tensors:
     def refuse_misfits(self) -> None:
         """DataError that names the tensors that are missing, unexpected, or of another shape or type."""
         settings = self._settings
-        assert settings.vocab_size
         wanted = {
             name: list(parameter.shape)[:: -1 if settings.is_transposed_in_hf(name) else 1]
-            for name, parameter in make_decoder(settings, settings.vocab_size).named_parameters()
+            for name, parameter in self._decoder.named_parameters()
         }
-        # Some files have both matrices of tied embeddings; transformers reads that of the input.
-        names = self._place.keys() - ({Decoder.OUTPUT} if settings.tie_embeddings else set())
+        names = self._place.keys()
         wrong = [f"{name} is missing" for name in wanted if name not in names]
+        if settings.tie_embeddings and Decoder.OUTPUT in names:
+            # Some files have both matrices of tied embeddings: refuse_another_output.
+            wanted[Decoder.OUTPUT] = wanted[self._decoder.embedding_name]
         wrong += [f"{name} is not in the model" for name in sorted(names - wanted.keys())]
         for name in wanted.keys() & names:
             part = self._slice(name)
@@ -148,4 +166,23 @@ class _Tensors:
                 f" {'; '.join(sorted(wrong)[:5])}{more}",
                 cause="weights of another model, an adapter, or quantized ones",
                 fix="choose other weights",
+            )
+
+    def refuse_another_output(self, first: int, end: int) -> None:
+        """DataError where these rows of the output layer differ from those of the embedding, which
+        config.json ties to it. transformers 5 then keeps both (`PreTrainedModel.tie_weights`)."""
+        if not self._settings.tie_embeddings or Decoder.OUTPUT not in self._place:
+            return
+        name, differences = self._decoder.embedding_name, []
+        for row in range(first, end, ROWS_AT_ONCE):
+            last = min(end, row + ROWS_AT_ONCE)
+            output, embedding = self.rows(Decoder.OUTPUT, row, last), self.rows(name, row, last)
+            if not torch.equal(output.float(), embedding.float()):
+                differences.append((output.float() - embedding.float()).abs().max().item())
+        if differences:
+            raise DataError(
+                f"{Decoder.OUTPUT} in {self._files[0].parent} differs from {name} by up to"
+                f" {max(differences):.3g}, and config.json has tie_word_embeddings true",
+                cause="an output layer that was trained by itself; transformers uses both matrices",
+                fix="in a copy of the weights (model.init.path) set tie_word_embeddings to false",
             )

@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 
+from forge.core.config import Config
+from forge.core.models.base import Model
+from forge.trainer import pretrained
+from forge.trainer.models.decoder import Decoder, make_decoder
+
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -74,3 +79,26 @@ def save(
     for file in tokenizer.glob("tokenizer*.json") if tokenizer else ():
         shutil.copy(file, folder)
     return folder
+
+
+def config_of(folder: Path, **sections: dict) -> Config:
+    """A config that starts from the weights in a directory."""
+    (folder / "corpus.txt").write_text("text")
+    if not (folder / "tokenizer.json").exists():
+        (folder / "tokenizer.json").write_text("{}")
+    return Config.model_validate(
+        {
+            "data": str(folder / "data"),
+            "tokenize": {"inputs": [str(folder / "corpus.txt")]},
+            "model": {"init": {"path": str(folder)}},
+            "train": {"seq_len": 128},
+            **sections,
+        }
+    )
+
+
+def loaded(model: Model, files: list[Path]) -> Decoder:
+    """The decoder of these settings with the tensors of these files."""
+    decoder = make_decoder(model, model.num_rows(0)).to_empty(device="cpu")
+    pretrained.read(decoder, files)
+    return decoder.eval()

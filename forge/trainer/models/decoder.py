@@ -112,6 +112,11 @@ class Decoder(nn.Module):
         return embedding
 
     @property
+    def embedding_name(self) -> str:
+        """The name of the embedding's matrix among the parameters."""
+        return f"{self.TRUNK}.{self.EMBEDDING}.weight"
+
+    @property
     def blocks(self) -> nn.ModuleList:
         """The layers, all alike: each is compiled, recomputed and sharded by itself."""
         blocks: nn.ModuleList = getattr(self.trunk, self.BLOCKS)

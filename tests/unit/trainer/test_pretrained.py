@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.pretrained import random_model, save
+from support.pretrained import config_of, loaded, random_model, save
 from transformers import AutoModelForCausalLM
 
-from forge.core.config import Config, ResolvedConfig
+from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError, DataError
 from forge.core.models.llama import Llama
 from forge.data import model
@@ -19,7 +19,6 @@ from forge.data.content_ids import resolve
 from forge.data.model import ModelManifest, with_pretrained
 from forge.trainer import pretrained, transforms
 from forge.trainer.initialize import initialized
-from forge.trainer.models.decoder import Decoder, make_decoder
 
 # Equal formulas in another order of sums, fp32; logits are of size 1.
 LOGITS = 1e-5
@@ -34,29 +33,8 @@ CASES = [
 ]
 
 
-def config_of(folder: Path, **sections: dict) -> Config:
-    (folder / "corpus.txt").write_text("text")
-    if not (folder / "tokenizer.json").exists():
-        (folder / "tokenizer.json").write_text("{}")
-    return Config.model_validate(
-        {
-            "data": str(folder / "data"),
-            "tokenize": {"inputs": [str(folder / "corpus.txt")]},
-            "model": {"init": {"path": str(folder)}},
-            "train": {"seq_len": 128},
-            **sections,
-        }
-    )
-
-
 def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
-
-
-def loaded(model: Llama, files: list[Path]) -> Decoder:
-    decoder = make_decoder(model, model.num_rows(0)).to_empty(device="cpu")
-    pretrained.read(decoder, files)
-    return decoder.eval()
 
 
 @pytest.mark.parametrize(("name", "dtype", "files"), CASES)
@@ -113,7 +91,14 @@ def test_manifest_is_made_once_and_a_changed_file_is_refused(folder, capsys):
         ),
         ({"model.norm.weight": torch.ones(32, dtype=torch.int8)}, "has type I8"),
         ({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, None),
-        ({"lm_head.weight": torch.ones(300, 32)}, None),  # tied: transformers does not read it
+        (
+            {"lm_head.weight": torch.ones(300, 32)},
+            r"lm_head.weight in .* differs from model.embed_tokens.weight by up to 1\.\d",
+        ),
+        (
+            {"lm_head.weight": torch.ones(299, 32)},
+            r"lm_head.weight has shape \[299, 32\], the model \[300, 32\]",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(folder, change, message):
@@ -133,6 +118,29 @@ def test_tensors_that_do_not_fit_are_named(folder, change, message):
         return
     with pytest.raises(DataError, match=message):
         pretrained.make_model(config)
+
+
+def test_ranks_too_refuse_an_output_layer_that_differs_from_the_embedding_tied_to_it(tmp_path):
+    """Manifests that earlier versions made have not compared the two."""
+    save(random_model("llama-tied"), tmp_path)
+    (file,) = files_of(tmp_path)
+    tensors, settings = load_file(file), with_pretrained(config_of(tmp_path)).model
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file({**tensors, "lm_head.weight": embedding.double()}, file)
+    loaded(settings, [file])
+    embedding[-1, -1] = torch.nan
+    save_file({**tensors, "lm_head.weight": embedding.nan_to_num(1)}, file)
+    with pytest.raises(DataError, match=r"lm_head.weight in .* by up to nan.* tie_word_embeddings"):
+        loaded(settings, [file])
+
+
+def test_one_tensor_by_two_names_is_refused(tmp_path):
+    save(random_model("gpt2"), tmp_path)
+    (file,) = files_of(tmp_path)
+    tensors = load_file(file)
+    save_file({**tensors, "ln_f.bias": tensors["transformer.ln_f.bias"] + 1}, file)
+    with pytest.raises(DataError, match=r"transformer.ln_f.bias twice: .*ln_f.bias and "):
+        pretrained.make_model(resolved(tmp_path))
 
 
 def test_a_truncated_file_is_bad_data(folder):
