@@ -61,7 +61,12 @@ def forge_step(
         block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
 
     def step(inputs: Tensor, targets: Tensor) -> float:
-        documents = find_documents(inputs, EOS, inputs.device, varlen=False) if masked else None
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        documents = (
+            find_documents(inputs, EOS, inputs.device, varlen=False, dtype=dtype)
+            if masked
+            else None
+        )
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = model(inputs, targets, documents)
         loss.backward()

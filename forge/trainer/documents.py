@@ -10,7 +10,7 @@ Shape suffixes: B windows of a micro-batch, T tokens of a window, N of all windo
 from __future__ import annotations
 
 import inspect
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,8 +28,9 @@ SMALLEST_CAPABILITY, WIDEST_HEAD, HEAD_MULTIPLE = (8, 0), 256, 8
 class Documents(NamedTuple):
     """The documents of a micro-batch, made once for all layers. Either `mask` or `bounds` is given.
 
-    positions: int64 [B, T], of each token in its document. mask: fp32 [B, 1, T, T], added to the scores
-    of attention: 0 or -inf; bool would be converted, and kept for the backward pass, in each layer.
+    positions: int64 [B, T], of each token in its document. mask: [B, 1, T, T] in the dtype of queries,
+    added to the scores of attention: 0 or -inf; another dtype would be converted, and kept for the
+    backward pass, in each layer.
     bounds: int32 [num_documents + 1], cumulative lengths over all N tokens; padded with N, which stands
     for empty documents.
     """
@@ -40,9 +41,15 @@ class Documents(NamedTuple):
 
 
 def find_documents(
-    tokens_BT: Tensor, eos_id: int, device: torch.device, *, varlen: bool
+    tokens_BT: Tensor,
+    eos_id: int,
+    device: torch.device,
+    *,
+    varlen: bool,
+    dtype: torch.dtype = torch.float32,
 ) -> Documents:
-    """The documents of a micro-batch, on a device. varlen: for varlen_attn; else a mask.
+    """The documents of a micro-batch, on a device. varlen: for varlen_attn; else a mask. dtype: of
+    queries.
 
     tokens_BT: the inputs, on the CPU, where they can be counted without waiting for a GPU. A window
     begins with a document of its own, since it may begin anywhere in one.
@@ -53,14 +60,14 @@ def find_documents(
     start_BT = torch.where(begins_BT, index_T, 0).cummax(1).values
     bounds = _copied(_bounds(begins_BT), device) if varlen else None
     positions_BT = _copied(index_T - start_BT, device)
-    mask = None if varlen else _mask(_copied(start_BT, device))
+    mask = None if varlen else _mask(_copied(start_BT, device), dtype)
     return Documents(positions_BT, mask, bounds)
 
 
-def _mask(start_BT: Tensor) -> Tensor:
+def _mask(start_BT: Tensor, dtype: torch.dtype) -> Tensor:
     """start_BT: for each token the index of the first token of its document, in the window."""
     same_BTT = start_BT[:, :, None] == start_BT[:, None, :]
-    mask_BTT = torch.zeros_like(same_BTT, dtype=torch.float32)
+    mask_BTT = torch.zeros_like(same_BTT, dtype=dtype)
     return mask_BTT.masked_fill_(~same_BTT.tril(), -torch.inf)[:, None]
 
 
@@ -93,8 +100,16 @@ def has_varlen(model: Model, device: torch.device, precision: str) -> bool:
         and head_dim <= WIDEST_HEAD
         and head_dim % HEAD_MULTIPLE == 0
         # Earlier versions of this function have other arguments.
-        and {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+        and "window_size" in inspect.signature(varlen_attn).parameters
     )
+
+
+@torch.compiler.assume_constant_result
+def _shares_heads() -> bool:
+    """Whether varlen_attn takes fewer heads of keys and values than of queries; torch 2.11 does not."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def attend(
@@ -102,12 +117,19 @@ def attend(
 ) -> Tensor:
     """Causal attention inside of documents. grouped: there are fewer heads of keys and values."""
     if documents.bounds is None:
+        assert documents.mask is not None
+        # cuDNN reads a mask of another dtype as if it had that of the queries (pytorch #191612).
+        mask = documents.mask.to(q_BHTK.dtype)
         return F.scaled_dot_product_attention(
-            q_BHTK, k_BHTK, v_BHTK, attn_mask=documents.mask, enable_gqa=grouped
+            q_BHTK, k_BHTK, v_BHTK, attn_mask=mask, enable_gqa=grouped
         )
     from torch.nn.attention.varlen import varlen_attn
 
-    batch, _, seq_len, _ = q_BHTK.shape
+    batch, heads, seq_len, _ = q_BHTK.shape
+    how: dict[str, Any] = {"enable_gqa": grouped} if _shares_heads() else {}
+    if grouped and not how:
+        shared = heads // k_BHTK.shape[1]
+        k_BHTK, v_BHTK = (x.repeat_interleave(shared, dim=1) for x in (k_BHTK, v_BHTK))
     q_NHK, k_NHK, v_NHK = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHTK, k_BHTK, v_BHTK))
     y_NHK: Tensor = varlen_attn(  # type: ignore[assignment]
         q_NHK,
@@ -118,6 +140,6 @@ def attend(
         seq_len,  # an upper bound: torch.compile makes a graph for every number
         seq_len,
         window_size=(-1, 0),  # causal
-        enable_gqa=grouped,
+        **how,
     )
     return y_NHK.unflatten(0, (batch, seq_len)).transpose(1, 2)

@@ -176,7 +176,10 @@ class ParallelModel:
         if not self.settings.document_mask:
             return None
         assert self._eos_id is not None
-        return find_documents(tokens, self._eos_id, self.world.device, varlen=self._varlen)
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return find_documents(
+            tokens, self._eos_id, self.world.device, varlen=self._varlen, dtype=dtype
+        )
 
     def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Compute gradients, averaged over ranks; the mean loss of this rank's samples, a scalar on its

@@ -100,6 +100,12 @@ def test_bounds_are_cumulative_lengths_padded_with_empty_documents():
     assert one.bounds.tolist() == [0, 6, 12, 12, 12]
 
 
+def varlen_of_torch_2_11(q, k, v, bounds, *others, window_size):
+    """Without fewer heads of keys and values than of queries."""
+    assert q.shape == k.shape == v.shape
+    return plain_varlen(q, k, v, bounds, *others, window_size=window_size, enable_gqa=False)
+
+
 def plain_varlen(q, k, v, bounds, *others, window_size, enable_gqa):
     """What varlen_attn computes on a GPU, document by document."""
     assert window_size == (-1, 0)
@@ -116,8 +122,9 @@ def plain_varlen(q, k, v, bounds, *others, window_size, enable_gqa):
     return torch.cat(found)
 
 
-def test_variable_length_attention_gives_what_the_mask_gives(monkeypatch):
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
+@pytest.mark.parametrize("varlen", [plain_varlen, varlen_of_torch_2_11])
+def test_variable_length_attention_gives_what_the_mask_gives(monkeypatch, varlen):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
     model = initialized(SMALL, VOCAB)
     tokens = torch.cat([window(0), window(1)])
     loss = loss_of(model, tokens)
@@ -132,6 +139,15 @@ def test_variable_length_attention_gives_what_the_mask_gives(monkeypatch):
 
 def test_a_cpu_uses_the_mask():
     assert not has_varlen(SMALL, CPU, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("varlen", "has_it"), [(plain_varlen, True), (varlen_of_torch_2_11, True), (print, False)]
+)
+def test_a_gpu_uses_the_kernels_of_its_torch(monkeypatch, varlen, has_it):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert has_varlen(SMALL, torch.device("cuda"), "bf16") == has_it
 
 
 @pytest.mark.parametrize("how", ["selective", "full"])
@@ -159,11 +175,11 @@ def parallel_of(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with joined(Rank(0, 0, 1, 1), Machine(device="cpu")) as world:
 
-        def make(**train):
+        def make(precision="fp32", **train):
             model = initialized(SMALL, VOCAB)
             weights = model.state_dict()
             settings = Train(seq_len=21, batch_size=2, **train)
-            parallel = ParallelModel(model, settings, world, "fp32", eos_id=EOS)
+            parallel = ParallelModel(model, settings, world, precision, eos_id=EOS)
             model.load_state_dict(weights)
             return parallel
 
@@ -184,3 +200,20 @@ def test_training_and_evaluation_use_the_mask_where_the_key_says_so(parallel_of)
     with torch.no_grad():
         assert plain.loss(inputs, targets) == without
     assert abs(without - expected) > 1e-4
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_mask_has_the_dtype_of_queries_where_attention_gets_it(monkeypatch, parallel_of, precision):
+    """cuDNN on Hopper reads an fp32 mask beside bf16 queries as bf16: wrong, without an error."""
+    seen = []
+    attention = F.scaled_dot_product_attention
+
+    def watched(q, k, v, **others):
+        seen.append((q.dtype, k.dtype, v.dtype, others["attn_mask"].dtype))
+        return attention(q, k, v, **others)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    parallel = parallel_of(document_mask=True, micro_batch_size=1, precision=precision)
+    parallel.backward(window()[:, :-1], window()[:, 1:])
+    wanted = torch.bfloat16 if precision == "bf16" else torch.float32
+    assert seen and set(seen) == {(wanted,) * 4}
