@@ -36,7 +36,8 @@ class Texts(ChainLink):
 
     link: Literal["texts"] = "texts"
     files: dict[str, list[TextFile]] | None
-    """Files by source, "" without tokenize.sources; None where `data/` no longer has their list."""
+    """Files by source, "" without tokenize.sources; None where `data/` no longer has their list, or where
+    that is too large for a statement."""
 
 
 class TokenizerMade(ChainLink):

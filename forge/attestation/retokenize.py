@@ -45,7 +45,9 @@ def verify_texts(texts: str, links: Links, export: Path, keep: Path | None = Non
             "it has no tokens, or none that this Forge can make again"
         ) from None
     if stated is None or tokens is None or stated.keys() != tokens.keys():
-        raise VerificationError("the statement does not list the text files: they were gone before")
+        raise VerificationError(
+            "the statement does not list the text files: they were gone before, or too many for it"
+        )
     _check_sources({*stated}, links)
     found = _found(texts, [file for files in stated.values() for file in files])
     with scratch_directory("verify") as place:

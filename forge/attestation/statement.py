@@ -7,7 +7,7 @@ same run and export give the same bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,20 @@ import blake3
 
 import forge
 from forge.attestation import verify
-from forge.attestation.chain import ChainLink, ExportMade, Predicate
+from forge.attestation.chain import ChainLink, ExportMade, Predicate, Texts
 from forge.attestation.of_run import links_of_run
 from forge.checkpoint.checkpoints import SavedCheckpoint
 from forge.checkpoint.export_folder import MANIFEST
 from forge.checkpoint.resume import is_checkpoint, named
 from forge.core.errors import DataError
-from forge.core.files import canonical, disk_trouble, read_object, write_json
+from forge.core.files import (
+    canonical,
+    disk_trouble,
+    json_text,
+    read_object,
+    read_object_or_empty,
+    write_json,
+)
 from forge.core.terminal import progress, say
 from forge.run.programs import SavedRun
 
@@ -41,30 +48,60 @@ def write_statement(export: Path, saved: SavedRun) -> Path:
         dtype=facts.get("dtype"),
         weights=facts.get("weights_digest"),
     )
-    predicate = Predicate(
-        forge=forge.__version__, chain=list(chained(links_of_run(saved, checkpoint, made)))
-    )
-    content = predicate.model_dump(mode="json")
-    statement = {
-        "_type": verify.IN_TOTO,
-        "predicateType": verify.PREDICATE,
-        "subject": list(_subjects(export)),
-        "predicate": content,
-    }
-    content["sha256"] = verify.statement_digest(statement)
+    statement = statement_of([*links_of_run(saved, checkpoint, made)], [*_subjects(export)])
     path = export / verify.STATEMENT
-    if path.exists() and read_object(path) == statement:
+    if path.exists() and read_object_or_empty(path) == statement:
         say(f"statement in {path}: nothing to do")
         return path
     with disk_trouble(path):
         for name in verify.SIGNATURES:
             (export / name).unlink(missing_ok=True)
         write_json(path, statement)
-    say(f"statement {content['sha256'][:12]}: {path}")
+    say(f"statement {statement['predicate']['sha256'][:12]}: {path}")
     return path
 
 
-def chained(links: Iterator[ChainLink]) -> Iterator[ChainLink]:
+def statement_of(links: Sequence[ChainLink], subjects: list[dict[str, Any]]) -> dict[str, Any]:
+    """The statement with these links, not chained yet. Where it would be larger than verifiers read, it
+    is without the list of the text files, of which the manifest of the tokens has a digest.
+
+    Raises DataError where it is too large even so.
+    """
+    statement = _statement(links, subjects)
+    if (size := len(json_text(statement))) <= verify.MOST_BYTES:
+        return statement
+    say(
+        f"note: the statement does not list the text files: with them it would have {size:,} bytes, and"
+        f" verifiers read {verify.MOST_BYTES:,}; `forge verify --data` cannot compare them"
+    )
+    short = [
+        link.model_copy(update={"files": None}) if isinstance(link, Texts) else link
+        for link in links
+    ]
+    statement = _statement(short, subjects)
+    if (size := len(json_text(statement))) > verify.MOST_BYTES:
+        raise DataError(
+            f"the statement would have {size:,} bytes, and verifiers read {verify.MOST_BYTES:,}",
+            cause="the export has very many files, or the run very many checkpoints, launches or shards",
+            fix="export fewer files (program.export), or use larger shards (tokenize.shard_tokens)",
+        )
+    return statement
+
+
+def _statement(links: Iterable[ChainLink], subjects: list[dict[str, Any]]) -> dict[str, Any]:
+    predicate = Predicate(forge=forge.__version__, chain=list(chained(links)))
+    content = predicate.model_dump(mode="json")
+    statement = {
+        "_type": verify.IN_TOTO,
+        "predicateType": verify.PREDICATE,
+        "subject": subjects,
+        "predicate": content,
+    }
+    content["sha256"] = verify.statement_digest(statement)
+    return statement
+
+
+def chained(links: Iterable[ChainLink]) -> Iterator[ChainLink]:
     """The links, each with the digest of the one before."""
     previous = ""
     for link in links:

@@ -13,6 +13,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable
@@ -28,7 +29,10 @@ SIGNATURES = (ENVELOPE, MODEL_SIGNATURE)
 OURS = (STATEMENT, *SIGNATURES)
 # By which git and hubs keep a repository, no part of the model.
 OF_GIT = (".git", ".gitattributes", ".gitignore", ".github")
-MOST_BYTES = 2**28  # of a statement, which lists every text file
+# Of a statement, which lists every text file: JSON takes up to 30 times its size in memory. In an
+# envelope each 3 bytes of the statement are 4.
+MOST_BYTES = 16 * 10**6
+MOST_ENVELOPE_BYTES = MOST_BYTES // 3 * 4 + 10_000
 MOST_NAMED = 20  # bad files in one message
 _OF_RUN = ("config", "code", "environment", "parents", "checkpoints", "launches", "export")
 _RESULTS = ("validation", "scores")
@@ -80,12 +84,12 @@ def open_regular(path: Path) -> IO[bytes]:
     return os.fdopen(number, "rb")
 
 
-def read_bytes(path: Path) -> bytes:
-    """The content of a file of at most MOST_BYTES."""
+def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
+    """The content of a file of at most so many bytes."""
     with open_regular(path) as file:
-        data = file.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
-        raise VerificationError(f"{path} has more than {MOST_BYTES} bytes")
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise VerificationError(f"{path} has more than {most:,} bytes, the most that is read")
     return data
 
 
@@ -282,7 +286,7 @@ def read_envelope(folder: Path, name: str = ENVELOPE) -> Envelope | None:
     path = folder / name
     if not os.path.lexists(path):
         return None
-    envelope = parsed(read_bytes(path), name)
+    envelope = parsed(read_bytes(path, MOST_ENVELOPE_BYTES), name)
     signatures = envelope.get("signatures")
     if envelope.get("payloadType") != PAYLOAD_TYPE or not isinstance(signatures, list):
         raise VerificationError(f"{name} is not an envelope with {PAYLOAD_TYPE}")
@@ -310,9 +314,8 @@ def check_signature(folder: Path, data: bytes, key: Path | None) -> str:
     if envelope.payload != data:
         raise VerificationError(f"{STATEMENT} is not what was signed")
     if key is None:
-        return (
-            f"signed by {envelope.fingerprint:.64}, which you did not name: authorship NOT verified"
-        )
+        # Anybody can write the id of any key into an envelope: without the key the id says nothing.
+        return "not checked, since you named no public key: authorship NOT verified"
     check_by_key(envelope, read_bytes(key))
     return f"signed by {envelope.fingerprint}, the key in {key}"
 
@@ -341,7 +344,8 @@ def check_by_key(envelope: Envelope, pem: bytes) -> None:
     fingerprint = sha256(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))
     if envelope.fingerprint != fingerprint:
         raise VerificationError(
-            f"signed by {envelope.fingerprint:.64}, not by your key, {fingerprint}"
+            f"the signature is not by your key, {fingerprint}: the envelope names"
+            f" {envelope.fingerprint!r:.66}"
         )
     try:
         key.verify(envelope.signature, to_sign(envelope.payload), ec.ECDSA(SHA256()))
@@ -411,7 +415,7 @@ def verify(
     signature = check_signature(folder, data, key)
     statement = read_statement(data)
     own = str(statement["predicate"]["sha256"])
-    if digest and own != digest.lower():
+    if digest is not None and own != digest.lower():
         raise VerificationError(f"the statement has SHA-256 {own}, you expect {digest}")
     files, size = check_files(folder, statement)
     links = check_chain(statement)
@@ -432,15 +436,31 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
+def sha256_option(text: str) -> str:
+    """The value of --digest. An unset variable of a script gives an empty one, which would compare
+    nothing."""
+    if not re.fullmatch("[0-9a-fA-F]{64}", text):
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a SHA-256 of 64 hexadecimal digits")
+    return text
+
+
+def path_option(text: str) -> Path:
+    """The value of an option that names a file or a directory; "" would be the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty: a variable that is not set?")
+    return Path(text)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="verify.py", description="verify a model that comes with a statement of Forge"
     )
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="directory of the model")
-    parser.add_argument("--key", metavar="FILE", type=Path, help="public key of the author, in PEM")
-    parser.add_argument("--digest", metavar="SHA256", help="that the statement must have")
-    parser.add_argument("--certificate", metavar="FILE", type=Path, help="of forge reproduce")
-    parser.add_argument("--certifier", metavar="FILE", type=Path, help="its public key, in PEM")
+    option = parser.add_argument
+    option("folder", metavar="FOLDER", type=path_option, help="directory of the model")
+    option("--key", metavar="FILE", type=path_option, help="public key of the author, in PEM")
+    option("--digest", metavar="SHA256", type=sha256_option, help="that the statement must have")
+    option("--certificate", metavar="FILE", type=path_option, help="of forge reproduce")
+    option("--certifier", metavar="FILE", type=path_option, help="its public key, in PEM")
     try:
         options = parser.parse_args(arguments)
     except SystemExit as err:

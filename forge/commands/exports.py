@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from forge.attestation.verify import path_option, sha256_option
 from forge.commands.of_options import saved_run
 from forge.commands.subcommands import Subcommands, its_config_option
 
@@ -18,7 +19,9 @@ def add_exports(subcommands: Subcommands) -> None:
         subcommands.logged("export", _export, "write a checkpoint as a directory that others load")
     )
     key = subcommands.plain("key", _key, "make a key that signs exports", keys=False)
-    key.add_argument("file", metavar="FILE", type=Path, help="private key to write; also FILE.pub")
+    key.add_argument(
+        "file", metavar="FILE", type=path_option, help="private key to write; also FILE.pub"
+    )
     _verify_options(
         subcommands.plain(
             "verify", _verify, "verify an export by the statement that it comes with", keys=False
@@ -34,24 +37,42 @@ def add_exports(subcommands: Subcommands) -> None:
     )
 
 
+def _texts_option(text: str) -> str:
+    """A name of texts, never empty: with an empty one nothing would be compared."""
+    path_option(text)
+    return text
+
+
 def _export_options(parser: argparse.ArgumentParser) -> None:
     its_config_option(parser)
     option = parser.add_argument
     option("run", metavar="RUN", help="directory or name of a run, or directory of a checkpoint")
     option("--format", choices=("safetensors",), default="safetensors", help="file format")
-    option("--to", metavar="DIR", type=Path, help="default: export/step-… in the run's directory")
+    option(
+        "--to",
+        metavar="DIR",
+        type=path_option,
+        help="default: export/step-… in the run's directory",
+    )
     option(
         "--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights (default: fp32)"
     )
-    option("--sign", metavar="KEY", type=Path, help="sign the statement with this private key")
+    option(
+        "--sign", metavar="KEY", type=path_option, help="sign the statement with this private key"
+    )
 
 
 def _statement_options(parser: argparse.ArgumentParser, folder: str) -> None:
     """folder: what to say of it."""
     option = parser.add_argument
-    option("folder", metavar="FOLDER", type=Path, help=folder)
-    option("--key", metavar="FILE", type=Path, help="public key of the author, in PEM")
-    option("--digest", metavar="SHA256", help="that the statement must have, as a paper prints it")
+    option("folder", metavar="FOLDER", type=path_option, help=folder)
+    option("--key", metavar="FILE", type=path_option, help="public key of the author, in PEM")
+    option(
+        "--digest",
+        metavar="SHA256",
+        type=sha256_option,
+        help="that the statement must have, as a paper prints it",
+    )
 
 
 def _reproduce_options(parser: argparse.ArgumentParser) -> None:
@@ -65,13 +86,14 @@ def _reproduce_options(parser: argparse.ArgumentParser) -> None:
     option(
         "--data",
         metavar="TEXTS",
+        type=_texts_option,
         help="make the tokens again from the text files in this directory (or python:stdlib;"
         " default: the project's tokens, if they are those of the statement)",
     )
     option(
         "--checkpoints",
         metavar="RUN",
-        type=Path,
+        type=path_option,
         help="directory of the run whose checkpoints to use (default: FOLDER, if that is one; else any)",
     )
     option("--intervals", type=int, metavar="K", help=f"how many to draw (default: {INTERVALS})")
@@ -80,7 +102,7 @@ def _reproduce_options(parser: argparse.ArgumentParser) -> None:
     option(
         "--code",
         metavar="CHECKOUT",
-        type=Path,
+        type=path_option,
         help="train by the Forge in this directory (default: the installed one)",
     )
     option(
@@ -93,11 +115,13 @@ def _reproduce_options(parser: argparse.ArgumentParser) -> None:
     option(
         "--to",
         metavar="FILE",
-        type=Path,
+        type=path_option,
         help="the certificate (default: FOLDER.certificate.json beside the directory; of a checkpoint"
         " certificates/step-….json in the run)",
     )
-    option("--sign", metavar="KEY", type=Path, help="sign the certificate with this private key")
+    option(
+        "--sign", metavar="KEY", type=path_option, help="sign the certificate with this private key"
+    )
     option(
         "--trust-program",
         action="store_true",
@@ -113,18 +137,24 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
     option(
         "--data",
         metavar="TEXTS",
+        type=_texts_option,
         help="also make the tokens again from the text files in this directory (or python:stdlib)",
     )
     option(
         "--checkpoints",
         metavar="RUN",
-        type=Path,
+        type=path_option,
         help="also compare the checkpoints in this directory of a run with the statement",
     )
     option(
-        "--certificate", metavar="FILE", type=Path, help="also check this one of forge reproduce"
+        "--certificate",
+        metavar="FILE",
+        type=path_option,
+        help="also check this one of forge reproduce",
     )
-    option("--certifier", metavar="FILE", type=Path, help="public key of who certifies, in PEM")
+    option(
+        "--certifier", metavar="FILE", type=path_option, help="public key of who certifies, in PEM"
+    )
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -286,9 +286,14 @@ def write_json(path: Path, value: Any, *, private: bool = False) -> None:
 
     private: as for `atomic_open`.
     """
-    text = json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
+    text = json_text(value)
     with atomic_open(path, "w", private=private) as file:
         file.write(text)
+
+
+def json_text(value: Any) -> str:
+    """Sorted, indented JSON in ASCII, as `write_json` writes it. Raises ValueError as that does."""
+    return json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
 def read_object(path: Path, *keys: str, most: int = MAX_SMALL_JSON_BYTES) -> dict[str, Any]:

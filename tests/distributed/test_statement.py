@@ -198,7 +198,7 @@ def test_tokens_that_are_gone_are_said_to_be_and_their_digest_stays(trained, tmp
 
 def test_right_export_is_verified_and_authorship_only_by_a_key_that_is_named(signed, keys, capsys):
     verify.verify(signed)
-    assert "which you did not name: authorship NOT verified" in capsys.readouterr().out
+    assert "you named no public key: authorship NOT verified" in capsys.readouterr().out
     verify.verify(signed, keys["own.pub"])
     said = capsys.readouterr().out
     assert "NOT" not in said

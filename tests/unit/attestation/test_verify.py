@@ -1,0 +1,101 @@
+"""Nothing that was not compared may read as verified."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.live_run import forge
+from support.statements import make_export
+
+from forge.attestation import verify
+from forge.attestation.chain import CheckpointsSaved, LaunchesMade, SavedStep, TextFile, Texts
+from forge.attestation.signing import load_key, make_key, sign
+from forge.attestation.statement import statement_of
+from forge.core.errors import DataError
+from forge.core.files import read_json, write_json
+
+VERIFIER = Path(verify.__file__)
+
+
+@pytest.fixture
+def export(tmp_path: Path) -> Path:
+    return make_export(tmp_path / "model")
+
+
+@pytest.mark.parametrize("digest", ["", " ", "12ab", "0" * 63 + "g"])
+def test_digest_that_is_no_sha256_is_a_usage_error_of_both_verifiers(export, digest, capsys):
+    assert verify.main([str(export), f"--digest={digest}"]) == 78
+    assert "is not a SHA-256 of 64 hexadecimal digits" in capsys.readouterr().err
+    assert usage_error("verify", str(export), f"--digest={digest}") == 78
+    with pytest.raises(verify.VerificationError):
+        verify.verify(export, digest=digest)
+
+
+def usage_error(*words: str) -> int:
+    with pytest.raises(SystemExit) as refused:
+        forge(*words)
+    assert isinstance(refused.value.code, int)
+    return refused.value.code
+
+
+@pytest.mark.parametrize(
+    "option", ["--key", "--data", "--checkpoints", "--certificate", "--certifier"]
+)
+def test_empty_option_is_a_usage_error_and_compares_not_nothing(export, option):
+    assert usage_error("verify", str(export), f"{option}=") == 78
+
+
+def test_digest_of_the_statement_is_accepted_in_upper_case_too(export):
+    own = read_json(export / verify.STATEMENT)["predicate"]["sha256"]
+    assert verify.main([str(export), f"--digest={own.upper()}"]) == 0
+    assert verify.main([str(export), f"--digest={'0' * 64}"]) == 65
+
+
+def test_key_id_that_anybody_can_write_is_not_shown_as_a_signer(export, tmp_path, capsys):
+    public = make_key(tmp_path / "keys/known")
+    make_key(tmp_path / "keys/strangers")
+    sign(export, load_key(tmp_path / "keys/strangers"))
+    known = verify.sha256(public.read_bytes())
+    envelope = read_json(export / verify.ENVELOPE)
+    envelope["signatures"][0]["keyid"] = known
+    write_json(export / verify.ENVELOPE, envelope)
+    capsys.readouterr()
+    assert verify.main([str(export)]) == 0
+    said = capsys.readouterr().out
+    assert "signed by" not in said and known[:12] not in said
+    assert "authorship NOT verified" in said
+    assert verify.main([str(export), f"--key={public}"]) == 65
+
+
+def test_statement_of_60_megabytes_is_refused_in_256_mebibytes(export):
+    (export / verify.STATEMENT).write_bytes(b'{"a":[' + b"[]," * 20_000_000 + b"[]]}")
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", VERIFIER, str(export)],
+        check=False,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (2**28, 2**28)),
+    )
+    assert done.returncode == 65, done.stderr
+    assert "has more than 16,000,000 bytes" in done.stderr
+
+
+def test_list_of_texts_that_is_too_large_for_verifiers_is_left_out_and_said(monkeypatch, capsys):
+    monkeypatch.setattr(verify, "MOST_BYTES", 100_000)
+    files = [TextFile(name=f"texts/{n:09}.txt", bytes=1, blake3="0" * 64) for n in range(1000)]
+    steps = CheckpointsSaved(saved=[SavedStep(step=1, blake3="0" * 64, is_kept=True)])
+    statement = statement_of([Texts(files={"": files}), steps], [])
+    assert statement["predicate"]["chain"][0]["files"] is None
+    assert statement["predicate"]["chain"][1]["saved"]
+    assert "does not list the text files" in capsys.readouterr().err
+
+
+def test_statement_that_verifiers_would_refuse_is_not_made(monkeypatch):
+    monkeypatch.setattr(verify, "MOST_BYTES", 100_000)
+    subjects = [{"name": f"{n:0100}", "digest": {"sha256": "0" * 64}} for n in range(1000)]
+    with pytest.raises(DataError, match="verifiers read 100,000"):
+        statement_of([Texts(files=None), LaunchesMade(launches=[])], subjects)
