@@ -122,7 +122,7 @@ class Reproduction(RecordPart):
     texts: Literal["made again", "by digest"]
     """Whether the tokens were made from the texts, or those of the statement's digests were used."""
     export: Literal["same", "other", "unchecked"]
-    """Whether the weights in the export are those of the exported checkpoint. Where a checkpoint was
+    """Whether the files of the export are those of the exported checkpoint. Where a checkpoint was
     named, it was exported for the certificate."""
     tolerance: dict[str, float]
     """Largest difference of weights and of losses, as in `intervals`, where bits may differ."""

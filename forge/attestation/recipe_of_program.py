@@ -211,14 +211,15 @@ class ProgramRecipe:
     def judged(self, interval: Interval[SealedCheckpoint], made: SealedCheckpoint) -> TrainedAgain:
         return judged_program(interval, made, self.links)
 
-    def exports_same(
+    def different_files(
         self, folder: Path, checkpoint: SealedCheckpoint, trainer: Retrainer[SealedCheckpoint]
-    ) -> bool:
+    ) -> list[str]:
         """By digests: the files of such an export are copies."""
         own = checkpoint.folder.name  # of a checkpoint that is a file
         digests = {name or own: file.digest for name, file in checkpoint.seal.files.items()}
-        names = {*verify.files_in(folder)} - {*verify.OURS, EXPORT_MANIFEST}
-        return bool(names) and all(digests.get(n) == digest_file(folder / n) for n in names)
+        names = {*verify.files_in(folder, of_git=True)} - {*verify.OURS, EXPORT_MANIFEST}
+        wrong = [n for n in sorted(names) if digests.get(n) != digest_file(folder / n)]
+        return wrong if names else ["no file of the checkpoint"]
 
     def differences(self, made: SealedCheckpoint) -> list[str]:
         return [*code_differences(self.links, made.seal.lineage.code)]

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from forge.attestation import verify
 from forge.attestation.certificate import MadeBy, TrainedAgain
 from forge.attestation.intervals import Interval
 from forge.attestation.judgement import differences, judged
 from forge.attestation.reproduce_options import ReproduceOptions
 from forge.attestation.retokenize import stated_ids, verify_texts
 from forge.attestation.retrain import RUN, Retrainer
+from forge.attestation.statement import different_files
 from forge.attestation.verify import Links, VerificationError, part
 from forge.checkpoint import compatibility, directory
 from forge.checkpoint.directory import Checkpoint
+from forge.checkpoint.export_folder import MANIFEST as EXPORT_MANIFEST
 from forge.checkpoint.resume import CommittedCheckpoints
 from forge.core.config import ResolvedConfig, checked, is_free
 from forge.core.errors import ConfigError, DataError, ForgeError
@@ -130,10 +131,12 @@ class TrainerRecipe:
         assert again is not None
         return judged(interval, made, Trained.read(again.trained).weights_digest, self.links)
 
-    def exports_same(
+    def different_files(
         self, folder: Path, checkpoint: Checkpoint, trainer: Retrainer[Checkpoint]
-    ) -> bool:
-        return _weights_files(trainer.export(checkpoint)) == _weights_files(folder)
+    ) -> list[str]:
+        """Without the model card, which is text, and forge.json, whose digests `verify` compares."""
+        changed = different_files(folder, trainer.export(checkpoint))
+        return [name for name in changed if name not in ("README.md", EXPORT_MANIFEST)]
 
     def differences(self, made: Checkpoint) -> list[str]:
         return [*differences(self.links, made.manifest.lineage)]
@@ -174,9 +177,3 @@ def _train(stated: dict[str, Any], interval: Interval[Checkpoint]) -> dict[str, 
         },
         **{"keep_last": 2, "keep_every": None, "keep_pairs": False},
     }
-
-
-def _weights_files(folder: Path) -> dict[str, str]:
-    """SHA-256 by name."""
-    names = [name for name in verify.files_in(folder) if name.endswith(".safetensors")]
-    return {name: verify.file_digest(folder / name)[0] for name in names}

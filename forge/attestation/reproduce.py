@@ -26,7 +26,7 @@ from forge.attestation.reproduce_output import (
     print_summary,
 )
 from forge.attestation.retrain import Recipe, Retrainer
-from forge.attestation.verify import VerificationError
+from forge.attestation.verify import MOST_NAMED, VerificationError
 from forge.checkpoint.manifest import Code
 from forge.core.errors import DataError
 from forge.core.files import disk_trouble
@@ -65,8 +65,9 @@ def trained_again(request: ReproduceOptions) -> Draw:
         with disk_trouble(request.run.reproduced):
             request.run.reproduced.unlink(missing_ok=True)
     try:
-        verify.verify(request.folder, request.key, request.digest, show)
+        # Read once: another statement may be put in its place while files are verified.
         statement = verify.read_bytes(request.folder / verify.STATEMENT)
+        verify.verify(request.folder, request.key, request.digest, show, statement_bytes=statement)
         with (
             stopped_by_sigterm(),
             scratch_directory("reproduce") as scratch,
@@ -94,7 +95,7 @@ def refuse_bad(draw: Draw) -> None:
     folder, failed = draw.request.named, [one for one in draw.results if one.is_unchecked]
     if draw.result == "not reproduced":
         wrong = [f"steps {one.first + 1} to {one.last}" for one in draw.results if one.is_other]
-        wrong += ["the weights in the export"] * (draw.export == "other")
+        wrong += ["the files of the export"] * (draw.export == "other")
         raise DataError(
             f"{folder} is not reproduced: {', '.join(wrong)}",
             cause="made otherwise than the statement says, by a faulty node on one of both sides, or by"
@@ -185,16 +186,19 @@ def _trainer(request: ReproduceOptions, recipe: Recipe[Any], scratch: Path) -> R
 
 
 def _compared_export(draw: Draw, trainer: Retrainer[Any]) -> Literal["same", "other", "unchecked"]:
-    """Whether the weights in the export are those of the exported checkpoint, which is at hand, or was
-    made again just now."""
+    """Whether the files of the export are those of the exported checkpoint, which is at hand, or was made
+    again just now."""
     covers, result = draw.covers, draw.results[-1]
     is_made = result.last == covers.last and result.outcome == "bitwise"
     checkpoint = covers.exported or (draw.last if is_made else None)
     if checkpoint is None:
-        show(f"  note  export: the checkpoint of step {covers.last} is not here, weights unchecked")
+        show(f"  note  export: the checkpoint of step {covers.last} is not here, files unchecked")
         return "unchecked"
-    if draw.recipe.exports_same(draw.request.folder, checkpoint, trainer):
-        show(f"  ok    export: its weights are those of step {covers.last}")
-        return "same"
-    show(f"  FAIL  export: its weights are not those of step {covers.last}")
-    return "other"
+    if wrong := draw.recipe.different_files(draw.request.folder, checkpoint, trainer):
+        names = verify.printable(
+            f"{', '.join(wrong[:MOST_NAMED])}{' …' * (len(wrong) > MOST_NAMED)}"
+        )
+        show(f"  FAIL  export: not as step {covers.last} gives them: {names}")
+        return "other"
+    show(f"  ok    export: its files are those of step {covers.last}")
+    return "same"

@@ -97,8 +97,11 @@ class Recipe(Protocol[Saved]):
     def judged(self, interval: Interval[Saved], made: Saved) -> TrainedAgain:
         """What became of an interval. Raises DataError where that cannot be compared."""
 
-    def exports_same(self, folder: Path, checkpoint: Saved, trainer: Retrainer[Saved]) -> bool:
-        """Whether an export has the weights of the exported checkpoint."""
+    def different_files(
+        self, folder: Path, checkpoint: Saved, trainer: Retrainer[Saved]
+    ) -> list[str]:
+        """Names of the files of an export that are missing, too many, or not as the exported checkpoint
+        gives them."""
 
     def differences(self, made: Saved) -> list[str]:
         """What differs from the code and the environment of the statement, as far as it has them."""

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from forge.attestation import verify
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, DataError
 from forge.core.files import atomic_open, disk_trouble, write_json
 from forge.core.terminal import say
 
@@ -92,17 +92,26 @@ def _refuse_published(path: Path) -> None:
             )
 
 
-def sign(export: Path, key: ec.EllipticCurvePrivateKey) -> None:
+def sign(
+    export: Path, key: ec.EllipticCurvePrivateKey, expected: dict[str, str] | None = None
+) -> None:
     """Write both envelopes beside the statement of an export, unless this key has signed it already.
-    Raises UnfitError when the disk cannot be written."""
+    expected: SHA-256 of each file that is signed; None where nobody else can have changed them.
+
+    Raises DataError where they are others, UnfitError when the disk cannot be written.
+    """
     own = fingerprint(key)
     with disk_trouble(export):
         statement = (export / verify.STATEMENT).read_bytes()
+        _refuse_others(expected, verify.subjects_of(verify.read_statement(statement)))
         if _has_signed(export, statement, own):
             say(f"signature by {own[:12]}: nothing to do")
             return
         write_json(export / verify.ENVELOPE, signed_envelope(statement, key))
-        model = json.dumps(_model_statement(export)).encode()
+        of_model = _model_statement(export)
+        resources = of_model["predicate"]["resources"]
+        _refuse_others(expected, {one["name"]: one["digest"] for one in resources})
+        model = json.dumps(of_model).encode()
         bundle = {
             "mediaType": BUNDLE,
             "verificationMaterial": {"publicKey": {"hint": own}, "tlogEntries": []},
@@ -110,6 +119,17 @@ def sign(export: Path, key: ec.EllipticCurvePrivateKey) -> None:
         }
         write_json(export / verify.MODEL_SIGNATURE, bundle)
     say(f"signed by {own}: {verify.ENVELOPE}, {verify.MODEL_SIGNATURE} in {export}")
+
+
+def _refuse_others(expected: dict[str, str] | None, listed: dict[str, str]) -> None:
+    """DataError where other files are listed, the statement and its envelope aside."""
+    files = {name: digest for name, digest in listed.items() if name not in verify.OURS}
+    if expected is not None and files != expected:
+        raise DataError(
+            "the files of the export have changed while they were signed",
+            cause="somebody else writes in its directory",
+            fix="export to a directory in which you alone may write: --to DIR",
+        )
 
 
 def _has_signed(export: Path, statement: bytes, fingerprint: str) -> bool:

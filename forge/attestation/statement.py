@@ -20,7 +20,7 @@ from forge.attestation.of_run import links_of_run
 from forge.checkpoint.checkpoints import SavedCheckpoint
 from forge.checkpoint.export_folder import MANIFEST
 from forge.checkpoint.resume import is_checkpoint, named
-from forge.core.errors import DataError
+from forge.core.errors import ConfigError, DataError
 from forge.core.files import (
     canonical,
     disk_trouble,
@@ -29,6 +29,7 @@ from forge.core.files import (
     read_object_or_empty,
     write_json,
 )
+from forge.core.scratch import scratch_directory
 from forge.core.terminal import progress, say
 from forge.run.programs import SavedRun
 
@@ -99,6 +100,42 @@ def _statement(links: Iterable[ChainLink], subjects: list[dict[str, Any]]) -> di
     }
     content["sha256"] = verify.statement_digest(statement)
     return statement
+
+
+def different_files(export: Path, fresh: Path) -> list[str]:
+    """Names of the files that only one of two exports has, or that differ, sorted; but for statements and
+    signatures. Raises VerificationError for a link, a pipe or a device."""
+    there, made = _sha256_of(export), _sha256_of(fresh)
+    return sorted(name for name in there.keys() | made if there.get(name) != made.get(name))
+
+
+def _sha256_of(export: Path) -> dict[str, str]:
+    names = [name for name in verify.files_in(export, of_git=True) if name not in verify.OURS]
+    return {name: verify.file_digest(export / name)[0] for name in names}
+
+
+def refuse_planted(export: Path, saved: SavedRun, dtype: str) -> dict[str, str]:
+    """SHA-256 of each file that an export of the run in this directory must have, by a new one in a
+    private directory. ConfigError where the files there differ: others may have put them there."""
+    say(f"comparing {export} with a new export of its checkpoint, before it is signed …")
+    try:
+        with scratch_directory("export") as scratch:
+            fresh = saved.export(scratch / export.name, dtype)
+            wrong, expected = different_files(export, fresh), _sha256_of(fresh)
+    except verify.VerificationError as err:
+        raise _not_signed(export, str(err)) from None
+    if wrong:
+        raise _not_signed(export, ", ".join(map(repr, wrong[: verify.MOST_NAMED])))
+    return expected
+
+
+def _not_signed(export: Path, what: str) -> ConfigError:
+    return ConfigError(
+        f"{export} is not signed: other files than the export of its checkpoint: {what}",
+        cause="somebody has changed or added them, the run was validated or evaluated since"
+        " (README.md), or another version of Forge has made the export",
+        fix=f"remove {export} and rerun the command, or name another directory with --to",
+    )
 
 
 def chained(links: Iterable[ChainLink]) -> Iterator[ChainLink]:

@@ -16,7 +16,8 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
@@ -52,15 +53,15 @@ class VerificationError(Exception):
 # --- reading ----------------------------------------------------------------------------------------
 
 
-def files_in(folder: Path) -> list[str]:
-    """Names of all files below a directory, sorted, but for those of git at its top. Refused for a link,
-    a pipe or a device."""
+def files_in(folder: Path, *, of_git: bool = False) -> list[str]:
+    """Names of all files below a directory, sorted; but for those of git at its top, unless `of_git`.
+    Refused for a link, a pipe or a device."""
     names, folders = [], [""]
     while folders:
         below = folders.pop()
         for entry in os.scandir(folder / below):
             name = f"{below}/{entry.name}" if below else entry.name
-            if name in OF_GIT:
+            if name in OF_GIT and not of_git:
                 continue
             if entry.is_dir(follow_symlinks=False):
                 folders.append(name)
@@ -165,7 +166,7 @@ def _read_predicate(data: bytes, name: str, kind: str) -> dict[str, Any]:
 
 def check_files(folder: Path, statement: dict[str, Any]) -> tuple[int, int]:
     """Number and bytes of the files. Refused unless they are those of the statement, and no others."""
-    expected = _subjects(statement)
+    expected = subjects_of(statement)
     there = set(files_in(folder)) - set(OURS)
     wrong = [f"{name!r} is missing" for name in sorted(expected.keys() - there)]
     wrong += [f"{name!r} is not in the statement" for name in sorted(there - expected.keys())]
@@ -181,7 +182,7 @@ def check_files(folder: Path, statement: dict[str, Any]) -> tuple[int, int]:
     return len(expected), total
 
 
-def _subjects(statement: dict[str, Any]) -> dict[str, str]:
+def subjects_of(statement: dict[str, Any]) -> dict[str, str]:
     """SHA-256 of each file of the model."""
     digests: dict[str, str] = {}
     for subject in part(statement, "subject", list):
@@ -377,6 +378,8 @@ def check_certificate(path: Path, statement: bytes, key: Path | None) -> str:
         raise VerificationError(f"{name} says {made.get('result')!r:.20}")
     ends = [part(one, "outcome", str, name) for one in part(made, "intervals", list, name)]
     checked, steps = (part(made, key, int, name) for key in ("steps_checked", "steps"))
+    if why := "; ".join(_contradictions(made, name, read_statement(statement))):
+        raise VerificationError(f"{name} contradicts itself or the statement: {why}")
     equal = f"{ends.count('bitwise')} of {len(ends)} intervals bitwise equal"
     text = f"{checked:,} of {steps:,} steps trained again, {equal}"
     envelope = read_envelope(path.parent, envelope_name(name))
@@ -386,6 +389,38 @@ def check_certificate(path: Path, statement: bytes, key: Path | None) -> str:
         raise VerificationError(f"{name} is not what was signed, or it is not signed")
     check_by_key(envelope, read_bytes(key))
     return f"{text}; signed by {envelope.fingerprint}, the key in {key}"
+
+
+def _contradictions(made: dict[str, Any], name: str, statement: dict[str, Any]) -> Iterator[str]:
+    """A sentence for each thing that cannot be, in the predicate of a positive certificate."""
+    if made.get("statement") != statement["predicate"]["sha256"]:
+        yield "it names the digest of another statement"
+    if made.get("export") not in ("same", "unchecked"):
+        yield f"the export is {made.get('export')!r:.20}"
+    intervals = part(made, "intervals", list, name)
+    if bad := {one["outcome"] for one in intervals} - {"bitwise", "within tolerance"}:
+        yield f"an interval is {min(bad)!r:.20}"
+    ends = sorted(
+        tuple(part(one, key, int, name) for key in ("first", "last")) for one in intervals
+    )
+    last = part(check_chain(statement)["export"], "step", int)
+    if any(not 0 <= first < end <= last for first, end in ends):
+        yield f"an interval is not within steps 0 to {last}"
+    if any(after[0] < before[1] for before, after in pairwise(ends)):
+        yield "two intervals have steps in common"
+    checked, coverable, steps = (
+        part(made, key, int, name) for key in ("steps_checked", "steps_coverable", "steps")
+    )
+    if checked != sum(end - first for first, end in ends) or checked < 1:
+        yield "steps_checked is not the sum of its intervals"
+    if not checked <= coverable <= steps <= last:
+        yield "more steps are checked than there are"
+    saved = part(check_chain(statement)["checkpoints"], "saved", list)
+    listed = {(part(one, "step", int), one.get("blake3")) for one in saved}
+    for key, step in (("stated", "last"), ("began_with", "first")):
+        named = [(one[step], one.get(key)) for one in intervals if one.get(key) is not None]
+        if any(not isinstance(digest, str) or (at, digest) not in listed for at, digest in named):
+            yield "an interval has a checkpoint that the statement does not list"
 
 
 # --- the command ------------------------------------------------------------------------------------
@@ -399,19 +434,21 @@ def verify(
     *,
     certificate: Path | None = None,
     certifier: Path | None = None,
+    statement_bytes: bytes | None = None,
 ) -> Links:
     """Check signature, files and chain of an export, with a line for each; the links by name.
 
     key: file with the author's public key. digest: SHA-256 that the statement must have. certificate: of
-    `forge reproduce`. certifier: file with the public key of who certifies. Raises VerificationError at
-    the first check that fails.
+    `forge reproduce`. certifier: file with the public key of who certifies. statement_bytes: of
+    statement.json, where the caller has read that already, to use the bytes that are verified. Raises
+    VerificationError at the first check that fails.
     """
     if certifier and not certificate:
         raise VerificationError("a certifier was named, and no certificate")
     path = folder / STATEMENT
     if not os.path.lexists(path):
         raise VerificationError(f"{folder} has no {STATEMENT}")
-    data = read_bytes(path)
+    data = read_bytes(path) if statement_bytes is None else statement_bytes
     signature = check_signature(folder, data, key)
     statement = read_statement(data)
     own = str(statement["predicate"]["sha256"])

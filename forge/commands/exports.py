@@ -168,23 +168,26 @@ def _export(options: argparse.Namespace) -> None:
         key = load_key(options.sign)
     (run,) = find_runs([options.run])
     saved = saved_run(options, run, writes=not options.to)
+    is_new = bool(options.to) and not options.to.exists()
     folder = saved.export(options.to, options.dtype)
     if not options.to:
         record_export(folder)
-    _attest(folder, saved, key)
+    _attest(folder, saved, key, None if is_new else options.dtype)
 
 
-def _attest(folder: Path, saved: Any, key: Any) -> None:
-    """Write the statement of an export, signed where there is a key."""
-    from forge.attestation.statement import write_statement
+def _attest(folder: Path, saved: Any, key: Any, dtype: str | None) -> None:
+    """Write the statement of an export, signed where there is a key. dtype: of the weights where the
+    export was there before; None for a new one."""
+    from forge.attestation.statement import refuse_planted, write_statement
     from forge.cluster.lock import lock
 
+    expected = refuse_planted(folder, saved, dtype) if key and dtype else None
     with lock(folder.parent, "export", name=f".{folder.name}.lock"):
         write_statement(folder, saved)
         if key:
             from forge.attestation.signing import sign
 
-            sign(folder, key)
+            sign(folder, key, expected)
 
 
 def _key(options: argparse.Namespace) -> None:

@@ -107,8 +107,10 @@ def restate(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     links["config"]["blake3"] = digest_bytes(canonical(links["config"]["values"]))
     facts = read_json(folder / "forge.json")
     write_json(folder / "forge.json", {**facts, "config_digest": links["config"]["blake3"]})
-    for subject in content["subject"]:
-        subject["digest"]["sha256"] = verify.file_digest(folder / subject["name"])[0]
+    names = [name for name in verify.files_in(folder) if name not in verify.OURS]
+    content["subject"] = [
+        {"name": name, "digest": {"sha256": verify.file_digest(folder / name)[0]}} for name in names
+    ]
     make_consistent(content)
     write_json(folder / verify.STATEMENT, content)
 
@@ -246,7 +248,7 @@ def test_certificate_that_was_edited_or_is_of_another_statement_is_refused(certi
 
 def test_certificate_that_was_signed_before_it_was_changed_is_refused(certified, exported):
     content = read_json(certified)
-    content["predicate"]["steps_checked"] = 12
+    content["predicate"]["seed"] = 12
     content["predicate"]["sha256"] = verify.statement_digest(content)
     write_json(certified, content)
     named = ("verify", str(exported), f"--certificate={certified}")
@@ -382,8 +384,42 @@ def test_weights_of_an_export_that_are_not_the_checkpoints_are_found(project, ho
     verify.verify(model)
     done = reproduce(model, f"--checkpoints={honest.folder}", "--intervals=1")
     assert done.code == 65
-    assert "the weights in the export" in done.text
+    assert "the files of the export" in done.text
     assert certificate().export == "other"
+
+
+def test_file_of_an_export_that_its_checkpoint_does_not_give_is_found(
+    project, honest, model, capfd
+):
+    """Weights that are right do not make the rest right."""
+    config = read_json(model / "config.json")
+    write_json(model / "config.json", {**config, "auto_map": {"AutoModel": "evil.Evil"}})
+    (model / "evil.py").write_text("import os\n")
+    (model / "pytorch_model.bin").write_bytes(b"a pickle")
+    restate(model, lambda links: None)
+    verify.verify(model)
+    done = reproduce(model, f"--checkpoints={honest.folder}", "--intervals=1")
+    assert done.code == 65
+    assert certificate().export == "other"
+    assert "config.json, evil.py, pytorch_model.bin" in capfd.readouterr().out
+
+
+def test_statement_that_is_swapped_after_it_was_verified_is_not_certified(
+    project, honest, model, monkeypatch
+):
+    path, verified = model / verify.STATEMENT, verify.verify
+    before = path.read_bytes()
+
+    def verify_and_swap(*arguments: Any, **named: Any) -> verify.Links:
+        links = verified(*arguments, **named)
+        restate(model, lambda links: links["validation"].update(loss=1.0))
+        return links
+
+    monkeypatch.setattr(verify, "verify", verify_and_swap)
+    assert reproduce(model, f"--checkpoints={honest.folder}", "--intervals=1").code == 0
+    assert path.read_bytes() != before
+    [subject] = read_json(Path("certificate.json"))["subject"]
+    assert subject["digest"]["sha256"] == verify.sha256(before)
 
 
 def test_config_of_the_statement_that_did_not_make_the_checkpoints_is_found(project, honest, model):
@@ -711,7 +747,7 @@ def test_difference_outweighs_what_could_not_be_trained(project, honest, model, 
     restate(model, lambda links: None)
     done = reproduce(model, f"--checkpoints={honest.folder}", "--intervals=2")
     assert done.code == 65
-    assert "is not reproduced: the weights in the export" in done.text
+    assert "is not reproduced: the files of the export" in done.text
     assert certificate().result == "not reproduced"
 
 

@@ -180,6 +180,33 @@ def test_export_after_a_validation_renews_the_statement_and_drops_the_signature(
     verify.verify(folder)
 
 
+@pytest.mark.parametrize("name", ["evil.py", ".github/run.yml"])
+def test_files_that_others_put_into_an_export_are_not_signed(trained, keys, tmp_path, name):
+    folder = exported(trained, tmp_path / "model")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("import os\n")
+    done = forge(
+        "export", str(trained.folder), f"--to={folder}", trained.data, f"--sign={keys['own']}"
+    )
+    assert done.code == 78, done.text
+    assert f"'{name}'" in done.text
+    assert not (folder / verify.ENVELOPE).exists()
+
+
+def test_changed_config_with_a_right_digest_in_forge_json_is_not_signed(trained, keys, tmp_path):
+    folder = exported(trained, tmp_path / "model")
+    config = read_json(folder / "config.json")
+    write_json(folder / "config.json", {**config, "auto_map": {"AutoModel": "evil.Evil"}})
+    facts = read_json(folder / "forge.json")
+    facts["files"]["config.json"] = digest_file(folder / "config.json")
+    write_json(folder / "forge.json", facts)
+    done = forge(
+        "export", str(trained.folder), f"--to={folder}", trained.data, f"--sign={keys['own']}"
+    )
+    assert done.code == 78, done.text
+    assert "'config.json'" in done.text
+
+
 def test_tokens_that_are_gone_are_said_to_be_and_their_digest_stays(trained, tmp_path):
     data = Path(trained.data.removeprefix("--data="))
     moved = shutil.copytree(data, tmp_path / "data")

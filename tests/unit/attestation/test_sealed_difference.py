@@ -136,4 +136,4 @@ def test_export_has_the_files_of_its_checkpoint_and_no_others(tmp_path, change, 
     (export / "forge.json").write_text("{}")
     change(export)
     recipe: Any = ProgramRecipe({}, None, tmp_path)  # type: ignore[arg-type]
-    assert recipe.exports_same(export, checkpoint, None) == is_same
+    assert (not recipe.different_files(export, checkpoint, None)) == is_same

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.live_run import forge
@@ -99,3 +100,58 @@ def test_statement_that_verifiers_would_refuse_is_not_made(monkeypatch):
     subjects = [{"name": f"{n:0100}", "digest": {"sha256": "0" * 64}} for n in range(1000)]
     with pytest.raises(DataError, match="verifiers read 100,000"):
         statement_of([Texts(files=None), LaunchesMade(launches=[])], subjects)
+
+
+RIGHT: dict[str, Any] = {
+    **{"format": 1, "result": "reproduced", "export": "same"},
+    **{"steps": 10, "steps_coverable": 10, "steps_checked": 4},
+    "intervals": [
+        {"first": 6, "last": 10, "outcome": "bitwise", "began_with": None, "stated": "c1"}
+    ],
+}
+
+
+def certificate_of(export: Path, /, **changes: Any) -> Path:
+    statement = (export / verify.STATEMENT).read_bytes()
+    predicate = {
+        **RIGHT,
+        "statement": read_json(export / verify.STATEMENT)["predicate"]["sha256"],
+        **changes,
+    }
+    content = {
+        "_type": verify.IN_TOTO,
+        "predicateType": verify.REPRODUCTION,
+        "subject": [{"name": verify.STATEMENT, "digest": {"sha256": verify.sha256(statement)}}],
+        "predicate": predicate,
+    }
+    predicate["sha256"] = verify.statement_digest(content)
+    write_json(path := export.with_name("certificate.json"), content)
+    return path
+
+
+INTERVAL = RIGHT["intervals"][0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"statement": "0" * 64},
+        {"export": "other"},
+        {"steps_checked": 10},
+        {"steps_checked": 0, "intervals": []},
+        {"steps_coverable": 3},
+        {"steps": 1000, "steps_coverable": 1000},
+        {"intervals": [{**INTERVAL, "outcome": "other"}]},
+        {"intervals": [{**INTERVAL, "outcome": "unchecked"}]},
+        {"intervals": [INTERVAL, INTERVAL], "steps_checked": 8},
+        {"intervals": [{**INTERVAL, "stated": "c2"}]},
+        {"intervals": [{**INTERVAL, "began_with": "c1"}]},
+        {"intervals": [{**INTERVAL, "first": -4, "last": 0, "stated": None}]},
+    ],
+    ids=str,
+)
+def test_certificate_that_contradicts_itself_or_the_statement_is_refused(export, changes, capsys):
+    assert verify.main([str(export), f"--certificate={certificate_of(export)}"]) == 0
+    named = certificate_of(export, **changes)
+    assert verify.main([str(export), f"--certificate={named}"]) == 65
+    assert "contradicts" in capsys.readouterr().err
