@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand and return its exit code. arguments: None for those of the command line."""
     if arguments is None:
         _in_utf8()
+        sys.meta_path.insert(0, _BeforeCompiler())
     parser = _parser()
     arguments, of_snakemake = _of_snakemake(sys.argv[1:] if arguments is None else arguments)
     options, rest = parser.parse_known_args(arguments)
@@ -61,6 +62,20 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"forge {options.subcommand}: interrupted; rerun the same command to resume")
         return int(Exit.STOPPED)
     return int(Exit.DONE)
+
+
+class _BeforeCompiler:
+    """Opens the directory of kernels once this process imports torch's compiler, which many functions of
+    torch do when they are first called: the import creates that directory, by default in /tmp under a
+    name that anybody can make before, and sets its variable for all that the process starts. A finder
+    that finds nothing sees each import first."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        if name in ("torch._dynamo", "torch._inductor"):
+            from forge.launch.kernel_cache import open_kernel_cache
+
+            open_kernel_cache()
+            sys.meta_path.remove(self)
 
 
 def _of_snakemake(arguments: list[str]) -> tuple[list[str], list[str]]:

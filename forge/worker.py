@@ -21,9 +21,8 @@ from forge.core.process import (
     raise_open_files,
     stop_with_parent,
 )
-from forge.launch import lost_ranks, program_rank, rank_output
+from forge.launch import kernel_cache, lost_ranks, program_rank, rank_output
 from forge.launch.heartbeat import heartbeat
-from forge.launch.kernel_cache import kernel_cache
 from forge.launch.launcher import register
 from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.monitor import start_monitor
@@ -95,8 +94,10 @@ def _prepare(spec: LaunchSpec, rank: Rank) -> None:
     settings = network.rank_settings(
         spec.machine, spec.layout, master, cpus=spec.cpus_per_rank, threads=threads
     )
-    settings += [_flight_recorder(spec), kernel_cache(spec)]
+    kernel_cache.forget_default()
+    settings += [_flight_recorder(spec), kernel_cache.kernel_cache(spec)]
     settings = network.apply(settings, user_threads=None if threads else spec.threads)
+    kernel_cache.open_kernel_cache()
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "(torch chooses)")
     banner = (
         f"[RANK {rank.rank}] WORLD_SIZE={rank.world_size} host={hostname()} pid={os.getpid()}"

@@ -23,6 +23,7 @@ from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.process import run_within
 from forge.core.terminal import say
+from forge.launch import kernel_cache
 from forge.validation.replay import RANKS_PER_CORE
 
 RUN = "again"  # name of the run that trains an interval
@@ -220,7 +221,9 @@ class Retrainer(Generic[Saved]):
         kept = {
             name: value
             for name, value in os.environ.items()
-            if name not in OF_OTHERS and not name.startswith(PREFIXES)
+            if name not in OF_OTHERS
+            and not name.startswith(PREFIXES)
+            and not (name == kernel_cache.VARIABLE and kernel_cache.is_default(value))
         }
         kept |= dict.fromkeys(OFFLINE, "1")
         if interval and (threads := self.recipe.threads(interval)):

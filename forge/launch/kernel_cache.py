@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -30,9 +31,26 @@ def kernel_cache(spec: LaunchSpec) -> Setting:
     return Setting(VARIABLE, str(_of_node()), "compiled kernels, of this node")
 
 
-def open_kernel_cache() -> None:
-    """Check the directory before torch compiles; where this node cannot write or lock files there, take
-    one on its own disk. UnfitError where another user made that."""
+def is_default(folder: str) -> bool:
+    """Whether a value of the variable is torch's default or Forge's on this node, and so no choice of
+    the user: importing torch's compiler sets the variable for all that the process starts."""
+    path = Path(folder)
+    in_tmp = str(path.parent) in ("/tmp", tempfile.gettempdir())
+    of_torch = in_tmp and path.name.startswith("torchinductor_")
+    return of_torch or folder == str(_of_node())
+
+
+def forget_default() -> None:
+    """Remove the variable from the environment where it is no choice of the user."""
+    if is_default(os.environ.get(VARIABLE, "")):
+        del os.environ[VARIABLE]
+
+
+def open_kernel_cache() -> Path:
+    """Check the directory before torch compiles, and return it; where this node cannot write or lock
+    files there, or others can change them, take one on its own disk. UnfitError where another user made
+    that."""
+    forget_default()
     folder = Path(os.environ.setdefault(VARIABLE, str(_of_node())))
     if folder != _of_node() and (trouble := _trouble(folder)):
         say(f"warning: compiled kernels are kept in {_of_node()}, since {trouble}")
@@ -40,6 +58,7 @@ def open_kernel_cache() -> None:
         os.environ[VARIABLE] = str(folder)
     if folder == _of_node():
         private_root(node_local_folder())
+    return folder
 
 
 def _of_node() -> Path:
@@ -50,9 +69,15 @@ def _of_node() -> Path:
 
 def _trouble(folder: Path) -> str:
     """Why torch cannot use the directory on this node; "" where it can. It locks files there while it
-    compiles for a CPU, and some network file systems have no locks."""
+    compiles for a CPU, and some network file systems have no locks. It executes what is there."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid != os.getuid():
+            return f"{folder} belongs to user {status.st_uid}"
+        if stat.S_IMODE(status.st_mode) & 0o022:
+            return f"others can write to {folder} (mode {stat.S_IMODE(status.st_mode):o})"
         with tempfile.TemporaryFile(dir=folder) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as err:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 from torch._C import _distributed_c10d as c10d
@@ -26,6 +27,7 @@ __all__ = [
     "collective_numbers",
     "flight_record",
     "foreach_norm",
+    "keep_headers_in",
     "narrow_tensor_by_index",
     "scales_gradients",
     "set_timeout",
@@ -68,6 +70,15 @@ def scales_gradients(optimizer: torch.optim.Optimizer) -> bool:
 def set_timeout(group: torch.distributed.ProcessGroup, timeout: timedelta) -> None:
     """Give a group that torch has made, such as one of a DeviceMesh, a timeout other than 30 minutes."""
     torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def keep_headers_in(folder: Path) -> None:
+    """Keep the C++ headers that torch precompiles in this directory of kernels. torch keeps them in its
+    default one, in /tmp, whatever TORCHINDUCTOR_CACHE_DIR says."""
+    from torch._inductor import codecache  # not at import: that takes a second
+
+    headers = folder / "precompiled_headers"
+    codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = str(headers), str(headers / "locks")
 
 
 def unpickle_objects_with(unpickler: type[pickle.Unpickler]) -> None:

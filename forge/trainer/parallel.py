@@ -19,6 +19,7 @@ from forge.data.loader import split
 from forge.launch.heartbeat import heartbeat
 from forge.launch.kernel_cache import open_kernel_cache
 from forge.launch.process_group import World, named
+from forge.launch.torch_private import keep_headers_in
 from forge.trainer import transforms
 from forge.trainer.documents import Documents, find_documents, has_varlen
 from forge.trainer.loss import worth_compiling
@@ -139,7 +140,7 @@ class ParallelModel:
         if any(row[0] for row in self.world.gather([float(missing)], "look for a compiler")):
             error = "no C++ compiler on the PATH" if missing else ""
         else:
-            open_kernel_cache()
+            keep_headers_in(open_kernel_cache())
             plain = [block.forward for block in self.decoder.blocks]
             for block in self.decoder.blocks:
                 # One graph for each shape. With dynamic shapes the graph, and so the bits of a step,

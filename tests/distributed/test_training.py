@@ -117,11 +117,16 @@ def test_compiled_kernels_survive_a_requeue_and_are_removed_at_the_goal(
 ):
     monkeypatch.chdir(tmp_path)  # the project
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "node"))
+    (tmp_path / "node").mkdir()
     run = runs("kept-kernels", "--train.compile=true", "--train.max_steps=100000")
     kernels = kernels_folder(run.folder)
     stop_after_a_step(run)
     compiled = {path: path.stat().st_mtime_ns for path in kernels.rglob("*.so")}
     assert compiled
+    # torch's default is a name that anybody can make before; its headers are code, too.
+    assert not list((tmp_path / "node").glob("torchinductor_*"))
+    assert list(kernels.rglob("precompiled_headers/*.h"))
     stop_after_a_step(run)
     assert {path: path.stat().st_mtime_ns for path in kernels.rglob("*.so")} == compiled
     assert not list(run.folder.rglob("*.so"))

@@ -4,6 +4,9 @@ else writes, and a node that cannot use that place still trains."""
 import errno
 import fcntl
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import pytest
 from forge.core import provenance
 from forge.core.errors import UnfitError
 from forge.core.paths import kernels_folder
-from forge.launch.kernel_cache import VARIABLE, kernel_cache, open_kernel_cache
+from forge.launch.kernel_cache import VARIABLE, is_default, kernel_cache, open_kernel_cache
 
 X86 = "processor\t: {n}\nmodel name\t: A CPU\ncpu MHz\t\t: {mhz}\nflags\t\t: fpu {flags}\n\n"
 
@@ -66,6 +69,67 @@ def test_directory_of_the_project_is_made_and_used(monkeypatch, tmp_path, node_l
     assert list((tmp_path / "project/kernels").iterdir()) == []
     assert not node_local.exists()
     assert capsys.readouterr().err == ""
+
+
+def test_directory_is_made_for_its_user_alone(monkeypatch, tmp_path, node_local):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "project/kernels/user"))
+    open_kernel_cache()
+    assert (tmp_path / "project/kernels/user").stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_directory_that_others_can_change_is_not_used(
+    monkeypatch, tmp_path, node_local, capsys, mode
+):
+    planted = tmp_path / "kernels"
+    planted.mkdir()
+    planted.chmod(mode)
+    monkeypatch.setenv(VARIABLE, str(planted))
+    open_kernel_cache()
+    assert os.environ[VARIABLE] == str(own_of(node_local))
+    assert f"others can write to {planted} (mode {mode:o})" in capsys.readouterr().err
+
+
+def test_directory_of_another_user_is_not_used(monkeypatch, tmp_path, node_local, capsys):
+    (tmp_path / "kernels").mkdir(mode=0o700)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "kernels"))
+    owner = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    with pytest.raises(UnfitError):  # nor is that on the node, which now is of another user
+        node_local.mkdir()
+        (node_local / f"forge-{owner + 1}").mkdir(mode=0o700)
+        open_kernel_cache()
+    assert f"kernels belongs to user {owner}" in capsys.readouterr().err
+
+
+def test_default_of_torch_is_no_choice_of_the_user(monkeypatch, node_local):
+    for folder in (Path("/tmp"), Path(tempfile.gettempdir())):
+        monkeypatch.setenv(VARIABLE, str(folder / "torchinductor_someone"))
+        open_kernel_cache()
+        assert os.environ[VARIABLE] == str(own_of(node_local))
+    assert is_default(str(own_of(node_local)))
+    assert not is_default("/scratch/me/torchinductor_cache")
+
+
+def test_compiler_that_a_command_imports_keeps_kernels_in_the_directory_of_its_user(tmp_path):
+    stub, node = tmp_path / "stub", tmp_path / "node"
+    (stub / "torch").mkdir(parents=True)
+    (stub / "torch" / "__init__.py").touch()
+    (stub / "torch" / "_dynamo.py").touch()
+    code = (
+        "import os, sys; sys.argv = ['forge', 'status']; import forge.cli as cli\n"
+        "cli._prepare = lambda options: __import__('torch._dynamo') and sys.exit()\n"
+        f"try: cli.main()\nexcept SystemExit: print(os.environ['{VARIABLE}'])"
+    )
+    environ = {**os.environ, "TMPDIR": str(node), "PYTHONUTF8": "1", "PYTHONPATH": str(stub)}
+    environ |= {VARIABLE: str(node / "torchinductor_me")}
+    node.mkdir()
+    environ.pop("SLURM_TMPDIR", None)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, text=True, stdout=-1, check=True
+    )
+    assert done.stdout.splitlines()[-1] == str(own_of(node))
+    assert [path.name for path in node.iterdir()] == [f"forge-{os.getuid()}"]
 
 
 def test_node_that_cannot_write_there_takes_its_own_disk(monkeypatch, tmp_path, node_local, capsys):
