@@ -115,7 +115,7 @@ choose_uv() { # from outside, else the one in .venv, which pip installs: several
         [[ $output != *"DO NOT MATCH THE HASHES"* ]] || refuse_changed "the uv that pip found"
     fi
     [ -n "$uv" ] || [ ! -x .venv/bin/uv ] || uv=.venv/bin/uv
-    [ -n "$uv" ] || say_pip
+    [ -n "$uv" ] || say_pip "${output:-this Python has no pip}"
     # uv reads no settings of pip: hand them on.
     export UV_FIND_LINKS=${UV_FIND_LINKS:-$(pip_setting FIND_LINKS find-links | tr ' \n' ',,' | sed 's/,*$//')}
     export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$(pip_setting INDEX_URL index-url)}
@@ -129,7 +129,13 @@ choose_uv() { # from outside, else the one in .venv, which pip installs: several
     done
 }
 
-say_pip() {
+say_pip() { # why uv could not be used. Refuses to install with pip what nobody compares with hashes.txt
+    if [ -z "${UV_NO_VERIFY_HASHES:-}" ] && [ "${#offline[@]}" = 0 ]; then
+        echo "$1" >&2
+        refuse "uv could not be used; the reason is above. Without it no package would be compared with hashes.txt." \
+            "install uv (https://docs.astral.sh/uv), or give an index that has it (PIP_INDEX_URL, UV_DEFAULT_INDEX)," \
+            "or a wheelhouse (make wheelhouse). If you trust your indexes: UV_NO_VERIFY_HASHES=1 make"
+    fi
     echo "setup: without uv, which could not be used; with pip, which does not read hashes.txt (several minutes) …"
 }
 
@@ -151,8 +157,8 @@ attempt() { # what to install; false where it failed. Refuses a package with ano
 install() { # the same; with pip where uv does not reach an index that pip does
     attempt "$@" && return
     echo "$output" >&2
-    if [ -n "$uv" ] && has_pip; then
-        say_pip
+    if [ -n "$uv" ] && [ -n "${UV_NO_VERIFY_HASHES:-}${offline[*]}" ] && has_pip; then
+        say_pip ""
         uv=
         attempt "$@" && return
         echo "$output" >&2
@@ -161,6 +167,14 @@ install() { # the same; with pip where uv does not reach an index that pip does
         "if it was being built, there was no wheel of it for this Python: install a compiler (apt-get install gcc" \
         "python3-dev on Debian and Ubuntu) or name an older Python (make PYTHON=python3.13); if an index or a disk" \
         "failed, see to it; then run make again"
+}
+
+use_own_cache() { # where uv cannot write its own: a home that is read-only
+    local cache=${UV_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-}/.cache}/uv}
+    mkdir -p "$cache" 2>/dev/null && [ -w "$cache" ] && return
+    export UV_CACHE_DIR=$PWD/.snakemake/uv
+    mkdir -p "$UV_CACHE_DIR"
+    echo "setup: uv keeps its cache in $UV_CACHE_DIR, since it cannot write to $cache"
 }
 
 leave_venv
@@ -179,6 +193,7 @@ else
     make_venv
 fi
 choose_uv
+use_own_cache
 install --editable ".${extras:+[$(IFS=, && echo "${extras[*]}")]}"
 if $renew; then
     attempt gigatoken ||

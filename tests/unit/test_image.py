@@ -41,6 +41,14 @@ def test_both_images_have_their_python_first_on_the_path_where_forge_looks_for_i
     assert "venv /opt/forge\n" in (ROOT / SCRIPT).read_text()
 
 
+def test_images_install_only_files_of_hashes_txt():
+    script = (ROOT / SCRIPT).read_text()
+    assert "hashes.txt" in copied_by_podman()
+    assert '--constraint "$source/hashes.txt"' in script
+    for install in re.findall(r"/pip install .*", script):
+        assert "--require-hashes" in install
+
+
 def test_script_of_the_images_is_one_of_sh():
     done = subprocess.run(
         ["sh", "-n", str(ROOT / SCRIPT)], check=False, capture_output=True, text=True

@@ -54,7 +54,20 @@ def place(tmp_path):
     for name in ("pyproject.toml", "constraints.txt", "hashes.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "bin").mkdir()
-    for tool in ("bash", "dirname", "tr", "sed", "touch", "rm", "find", "sha256sum", "grep", "env"):
+    for tool in (
+        "bash",
+        "dirname",
+        "tr",
+        "sed",
+        "touch",
+        "rm",
+        "find",
+        "sha256sum",
+        "grep",
+        "env",
+        "mkdir",
+        "ln",
+    ):
         (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
     return tmp_path
 
@@ -72,7 +85,10 @@ def python(place, version=(3, 11, 9), before="pass"):
 def setup(place, *extras, **environ):
     return subprocess.run(
         [place / "bin" / "bash", place / "tools" / "setup.sh", *extras],
-        env={"PATH": str(place / "bin"), "RECORD": str(place / "record"), **environ},
+        env={
+            **{"PATH": str(place / "bin"), "RECORD": str(place / "record"), "HOME": str(place)},
+            **environ,
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -289,6 +305,7 @@ def test_active_environment_is_renewed_from_outside_of_it(place, named):
     (place / "base").mkdir()
     program(place, "../base/python", OUTSIDE.format(python=place / "base" / "python"))
     path = f"{active}{os.pathsep}{place / 'bin'}"
+    named |= {"UV_NO_VERIFY_HASHES": "1"}  # else pip would not be used
     done = setup(place, PATH=f"{path}{os.pathsep}/usr/bin:/bin", **named)
     assert done.returncode == 0, done.stderr
     assert "of .venv" not in (place / "record").read_text()
@@ -337,6 +354,37 @@ def test_pip_does_not_install_what_uv_refuses(place):
     )
     assert not recorded(place, "python -m pip install")
     assert not (place / ".venv" / "ready").exists()
+
+
+REFUSED = "Without it no package would be compared with hashes.txt"
+NO_UV = """#!/bin/sh
+case "$2" in venv) mkdir -p .venv/bin; ln -sf {bin}/python3 .venv/bin/python; exit;; pip) exit 1;; esac
+case "$*" in *version_info*) echo 3.11;; esac
+"""
+
+
+def test_pip_installs_nothing_unchecked_where_uv_cannot_be_had(place):
+    program(place, "python3", NO_UV.format(bin=place / "bin"))
+    done = setup(place)
+    assert done.returncode == 69
+    assert f"uv could not be used; the reason is above. {REFUSED}" in done.stderr
+    assert not (place / ".venv" / "ready").exists()
+    trusting = setup(place, UV_NO_VERIFY_HASHES="1")
+    assert "with pip, which does not read hashes.txt" in trusting.stdout
+
+
+def test_pip_installs_nothing_unchecked_where_uv_fails(place):
+    program(place, "uv", f'{UV}[ "$1" != pip ] || {{ echo "no index" >&2; exit 1; }}')
+    done = setup(place, PIP_IN_VENV="1")
+    assert done.returncode == 69
+    assert "no index" in done.stderr and "with pip" not in done.stdout
+    assert not recorded(place, "python -m pip install")
+
+
+def test_cache_of_uv_is_in_the_project_where_the_home_cannot_be_written(place):
+    (place / "file").touch()
+    settings = uv_settings(place, HOME=str(place / "file"))
+    assert settings == {"UV_CACHE_DIR": str(place / ".snakemake/uv")}
 
 
 def archive(path, files):
