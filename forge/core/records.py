@@ -149,6 +149,7 @@ class SubmitCheck(Record):
 class Controller(Record):
     """.snakemake/forge/controllers/JOB.json: a job of `forge submit`, written by that command."""
 
+    PRIVATE = True  # words and variables of a command may have a password
     job: str
     cluster: str
     command: list[str]

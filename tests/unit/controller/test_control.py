@@ -29,6 +29,11 @@ def record(tmp_path, monkeypatch):
     return made
 
 
+def test_record_with_words_of_a_command_is_read_by_its_owner_alone(record):
+    """--config tracking=https://me:password@… is one of them."""
+    assert ControllerPaths("12").record.stat().st_mode & 0o777 == 0o600
+
+
 def test_snakemake_sees_the_shell_of_the_user_and_not_this_job(record, monkeypatch):
     of_job = {
         **{"SLURM_JOB_ID": "12", "SLURM_NTASKS": "1", "SLURM_CPU_BIND": "x", "SRUN_DEBUG": "3"},
