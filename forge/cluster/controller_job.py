@@ -15,7 +15,7 @@ from forge.cluster import adopt, jobs, slurm
 from forge.core.errors import DataError, UnfitError
 from forge.core.paths import ControllerPaths
 from forge.core.records import Controller, ControllerPhase, ControllerState
-from forge.core.terminal import duration
+from forge.core.terminal import duration, without_passwords
 
 # Set for the dry run of `forge submit`.
 CHECKS = "FORGE_CHECKS_FOR_SUBMIT"
@@ -64,8 +64,8 @@ class ControllerJob:
 
     @property
     def command(self) -> str:
-        """The command that submitted it, for people."""
-        return f"forge submit {shlex.join(self.record.command)}"
+        """The command that submitted it, for people, without passwords in addresses."""
+        return f"forge submit {without_passwords(shlex.join(self.record.command))}"
 
     @property
     def of_runs(self) -> str:

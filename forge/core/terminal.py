@@ -347,3 +347,8 @@ def gpu_and_node_hours(gpus: float | None, nodes: float) -> str:
     """`384 GPU-hours (96 node-hours)`; None, without GPUs: `96 node-hours`."""
     of_nodes = f"{hours(nodes)} node-hours"
     return of_nodes if gpus is None else f"{hours(gpus)} GPU-hours ({of_nodes})"
+
+
+def without_passwords(text: str) -> str:
+    """The text with `user:…@` in each URL: libraries name addresses in full."""
+    return re.sub(r"(://[^\s/:@]*):[^\s/@]+@", r"\1:…@", text)

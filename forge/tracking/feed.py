@@ -9,7 +9,6 @@ delays no other.
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import signal
 import sys
@@ -26,7 +25,7 @@ from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
 from forge.core.records import Sent
 from forge.core.service_settings import Tracking
-from forge.core.terminal import begin_log, say, write
+from forge.core.terminal import begin_log, say, without_passwords, write
 from forge.tracking.rows import Rows
 from forge.tracking.to_mlflow import MLflow
 from forge.tracking.to_tensorboard import TensorBoard
@@ -116,11 +115,6 @@ class Feed:
 def _in_a_line(err: Exception) -> str:
     text = err.what if isinstance(err, ForgeError) else f"{type(err).__name__}: {err}"
     return " ".join(without_passwords(text).split())[:300]
-
-
-def without_passwords(text: str) -> str:
-    """The text with `user:…@` in each URL: libraries name addresses in full."""
-    return re.sub(r"(://[^\s/:@]*):[^\s/@]+@", r"\1:…@", text)
 
 
 def sent_file(paths: RunPaths, name: str) -> Path:

@@ -10,6 +10,7 @@ from support import happenings
 from support.run_states import new_run
 
 from forge.cluster import adopt, slurm
+from forge.cluster.controller_job import ControllerJob
 from forge.controller import control
 from forge.core import process
 from forge.core.errors import TrainingError, UnfitError
@@ -32,6 +33,13 @@ def record(tmp_path, monkeypatch):
 def test_record_with_words_of_a_command_is_read_by_its_owner_alone(record):
     """--config tracking=https://me:password@… is one of them."""
     assert ControllerPaths("12").record.stat().st_mode & 0o777 == 0o600
+
+
+def test_command_is_shown_without_the_password_of_an_address(record):
+    words = ["--config", "tracking=https://me:secret@host/x"]
+    shown = ControllerJob(record.model_copy(update={"command": words}), None).command
+    assert "secret" not in shown
+    assert "https://me:…@host/x" in shown
 
 
 def test_snakemake_sees_the_shell_of_the_user_and_not_this_job(record, monkeypatch):
