@@ -57,7 +57,8 @@ class Answer(RecordPart):
     @property
     def rows(self) -> list[dict[str, str]]:
         """The lines of sacctmgr, by the names in the command's `format=`."""
-        [names] = [w.partition("=")[2] for w in self.command if w.startswith("format=")] or [""]
+        formats = (w.partition("=")[2] for w in self.command if w.startswith("format="))
+        names = next(formats, "")
         return [dict(zip(names.split(","), line.split("|"), strict=False)) for line in self.lines]
 
 
@@ -119,7 +120,23 @@ class SiteAnswers(Record):
                 cause="edited by hand, or written by another program",
                 fix=cls.FIX,
             )
+        site._refuse_unprintable(path)
         return site
+
+    def _refuse_unprintable(self, path: Path) -> None:
+        """DataError for characters that drive a terminal or reorder text: parts of answers are shown,
+        and written into the profile."""
+        texts = {"source": self.source, "slurm": self.slurm}
+        texts |= {
+            name: f"{a.output}{a.error}{' '.join(a.command)}" for name, a in self.answers.items()
+        }
+        for name, text in texts.items():
+            if bad := next((c for c in text if not (c.isprintable() or c in "\n\t")), ""):
+                raise DataError(
+                    f"{path} has the character {bad!a} in its answer {one_line(name)}",
+                    cause="Slurm prints no such character; the file was edited",
+                    fix=self.FIX,
+                )
 
     def answer(self, name: str) -> Answer:
         """The answer of this name; an empty one where nobody asked."""

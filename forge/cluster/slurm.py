@@ -15,10 +15,11 @@ from datetime import datetime
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from forge.core.errors import UnfitError
+from forge.core.errors import DataError, UnfitError
 from forge.core.process import hostname, slurm_start
 from forge.core.terminal import one_line, say
 
+MAX_HOSTS = 65_536  # in a list; MAX_RANGE of Slurm's src/common/hostlist.c is as much
 # slurmctld may be restarting: commands are repeated for this long.
 PATIENCE_SEC = 60.0
 ASK_SEC = 20.0
@@ -316,11 +317,22 @@ def node_address(name: str) -> str:
 
 
 def expand(hostlist: str) -> list[str]:
-    """Names in a Slurm host list: `node[01-02],login` gives node01, node02, login."""
+    """Names in a Slurm host list: `node[01-02],login` gives node01, node02, login. DataError for more
+    than MAX_HOSTS."""
     names: list[str] = []
     for part in re.findall(r"(?:[^,\[]+(?:\[[^\]]*\])?)+", hostlist):
         names += _expand_part(part)
+        _refuse_many(len(names), hostlist)
     return names
+
+
+def _refuse_many(number: int, hostlist: str) -> None:
+    if number > MAX_HOSTS:
+        raise DataError(
+            f"the host list {one_line(hostlist)[:80]} has more than {MAX_HOSTS:,} names",
+            cause="Slurm itself takes no list as long; saved answers were edited",
+            fix="write the file again on that cluster: forge profile --save FILE",
+        )
 
 
 def _expand_part(part: str) -> list[str]:
@@ -328,11 +340,18 @@ def _expand_part(part: str) -> list[str]:
     if not match:
         return [part]
     head, ranges, tail = match.groups()
-    names = []
+    names: list[str] = []
     for item in ranges.split(","):
+        if not re.fullmatch(r"\d{1,18}(-\d{1,18})?", item, re.ASCII):
+            raise DataError(
+                f"{one_line(part)[:80]} is no host list of Slurm: {one_line(item)[:20]!r} is no number"
+                " and no range of numbers"
+            )
         first, _, last = item.partition("-")
         numbers = range(int(first), int(last or first) + 1)
-        names += [f"{head}{n:0{len(first)}d}{rest}" for n in numbers for rest in _expand_part(tail)]
+        rests = _expand_part(tail)
+        _refuse_many(len(names) + (numbers.stop - numbers.start) * len(rests), part)
+        names += [f"{head}{n:0{len(first)}d}{rest}" for n in numbers for rest in rests]
     return names
 
 

@@ -94,6 +94,22 @@ def test_file_without_an_answer_that_every_slurm_gives_is_refused_by_its_name(a_
         SiteAnswers.read(tmp_path / "site.json")
 
 
+@pytest.mark.parametrize("bad", ["\x1b[2J", "\u202e", "\x9b", "\r"])
+def test_file_with_a_character_that_drives_terminals_is_refused(a_slurm, tmp_path, bad):
+    asked = SiteAnswers.ask()
+    answer = asked.answers["qos"]
+    asked.answers["qos"] = answer.model_copy(update={"output": f"normal{bad}|"})
+    asked.write(tmp_path / "site.json")
+    with pytest.raises(DataError, match="in its answer qos") as refused:
+        SiteAnswers.read(tmp_path / "site.json")
+    assert bad not in str(refused.value)
+
+
+def test_rows_have_the_names_of_the_first_format_of_two():
+    command = ["sacctmgr", "show", "qos", "format=name,flags", "format=other"]
+    assert site.Answer(command=command, output="a|b").rows == [{"name": "a", "flags": "b"}]
+
+
 def test_user_without_a_name_is_asked_about_by_number(monkeypatch):
     def unknown(uid):
         raise KeyError(uid)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forge.cluster import jobs, slurm
-from forge.core.errors import UnfitError
+from forge.core.errors import DataError, UnfitError
 
 RUNNING = (
     "JobId=8 JobName=wrap UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A Priority=1 Nice=0"
@@ -69,6 +69,20 @@ def test_a_job_without_a_limit_has_no_end():
 )
 def test_host_lists_are_expanded(hostlist, names):
     assert slurm.expand(hostlist) == names
+
+
+@pytest.mark.parametrize(
+    "hostlist", ["n[1-40000000]", "n[1-300]m[1-300]", ",".join(["n[1-60000]"] * 2)]
+)
+def test_host_list_that_no_slurm_has_is_refused_before_it_is_expanded(hostlist):
+    with pytest.raises(DataError, match="has more than 65,536 names"):
+        slurm.expand(hostlist)
+
+
+@pytest.mark.parametrize("hostlist", ["n[a-b]", "n[1-]", "n[]", f"n[{'1' * 5000}]"])
+def test_host_list_with_a_range_that_is_none_is_refused(hostlist):
+    with pytest.raises(DataError, match="no range of numbers"):
+        slurm.expand(hostlist)
 
 
 @given(st.lists(st.integers(0, 9999), min_size=1, unique=True))
