@@ -170,9 +170,10 @@ install() { # the same; with pip where uv does not reach an index that pip does
 }
 
 use_own_cache() { # where uv cannot write its own: a home that is read-only
-    local cache=${UV_CACHE_DIR:-${XDG_CACHE_HOME:-${HOME:-}/.cache}/uv}
+    local cache=${UV_CACHE_DIR:-$(echo ~/.cache/uv)}
     mkdir -p "$cache" 2>/dev/null && [ -w "$cache" ] && return
-    export UV_CACHE_DIR=$PWD/.snakemake/uv
+    UV_CACHE_DIR=$(pwd)/.snakemake/uv
+    export UV_CACHE_DIR
     mkdir -p "$UV_CACHE_DIR"
     echo "setup: uv keeps its cache in $UV_CACHE_DIR, since it cannot write to $cache"
 }
