@@ -227,9 +227,8 @@ def _record_loss(
     that must not train again in this allocation. hosts: of the ranks."""
     paths = program.paths
     silent = nodes.unresponsive(hosts)
-    if hosts.job and slurm.is_over(
-        hosts.job
-    ):  # for it no node starts a process, and ranks are killed
+    # No node starts a process for a job that is over, and its ranks are killed.
+    if hosts.job and slurm.is_over(hosts.job):
         events.record(paths.events, events.Lost(message=record.what, attempt=attempt, silent=[]))
         return record, []
     record, gone = lost_ranks.on_nodes(record, silent, hostname(), losses.linked)

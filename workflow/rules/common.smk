@@ -270,7 +270,10 @@ def resumed_files(wildcards):
 
 def before_plan(dry):
     # What input functions raise, Snakemake shows with its own traceback.
-    for target, files in {"resume": resumed_files, "evaluate": evaluation_files}.items():
+    for target, files in {
+        "resume": resumed_files,
+        "evaluate": evaluation_files,
+    }.items():
         if target in workflow.dag_settings.targets:
             files(None)
     ended_allocation.remove(
