@@ -16,6 +16,7 @@ from support.manifests import IDS
 from support.recorded_run import RecordedRun, interrupted_run
 
 from forge.core.errors import ConfigError
+from forge.core.files import read_json, write_json
 from forge.core.paths import STATISTICS, tokens_folder
 from forge.core.records import Check
 from forge.data.statistics import Statistics, TextCounts
@@ -306,6 +307,8 @@ def test_lost_characters_and_equal_files_are_in_show_and_on_the_page(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     finished.freeze_config()
+    config = read_json(finished.paths.config) | {"results": str(finished.root.parent)}
+    write_json(finished.paths.config, config)
     counts = TextCounts(bytes=9000, characters=5000, lost=40, changed=7, most_lost={"<b>": 40})
     statistics = Statistics(text=counts, equal_files=[["a.txt", "b.txt", "c.txt"]])
     statistics.write(tokens_folder("data", IDS.tokens) / STATISTICS)
