@@ -46,9 +46,13 @@ def say(text):
 class Writer(dcp.FileSystemWriter):
     """DCP's own, and a kill -9 of the last rank when its file is written, before the index is."""
 
+    def __init__(self, at):
+        super().__init__(folder_of(at))
+        self.at = at  # the program may be steps ahead when a file is written in the background
+
     def write_data(self, plan, planner):
         written = super().write_data(plan, planner)
-        if step == options.kill_in_save and rank == world_size - 1 and not options.once.exists():
+        if self.at == options.kill_in_save and rank == world_size - 1 and not options.once.exists():
             while not any(options.folder.glob("*.forge.json")):  # an older one to resume from
                 time.sleep(0.1)
             options.once.touch()
@@ -73,7 +77,7 @@ def save():
     moves `latest` when the index is there."""
     finish()
     folder_of(step).mkdir(parents=True, exist_ok=True)
-    arguments = {"storage_writer": Writer(folder_of(step)), "process_group": group}
+    arguments = {"storage_writer": Writer(step), "process_group": group}
     if options.async_save:
         pending.append((dcp.async_save(state(), **arguments), step))
     else:
