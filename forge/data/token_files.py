@@ -65,7 +65,7 @@ def data_files(files: list[InputFile], settings: Tokenize) -> list[InputFile]:
 
 
 def _refuse_compressed(files: list[InputFile], suffix: str) -> None:
-    """DataError for compressed ids: among plain ones they would be left out without a word."""
+    """DataError for compressed ids: among plain ones they would be left out silently."""
     names = {file.location for file in files}
     for file in files:
         plain, dot, ending = file.location.rpartition(".")

@@ -1,4 +1,4 @@
-"""Against a resume on a node with other cores, whose threads add in another order, without a word."""
+"""Against a resume on a node with other cores, whose threads add in another order, silently."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ def _other_rope(values: dict[str, Any]) -> Iterator[str]:
 
 
 def _contradictions(values: dict[str, Any], rope: dict[str, Any]) -> Iterator[str]:
-    """Numbers that a config.json has twice, of which transformers takes one without a word."""
+    """Numbers that a config.json has twice, of which transformers silently takes one."""
     length = "original_max_position_embeddings"
     found, outside = rope.get(length), values.get(length, rope.get(length))
     if _kind(rope) == "llama3" and found != outside:

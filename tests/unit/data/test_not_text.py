@@ -1,4 +1,4 @@
-"""Archives, compressed bytes, UTF-16 and pointers are bytes that an encoder takes without a word."""
+"""Archives, compressed bytes, UTF-16 and pointers are bytes that an encoder takes silently."""
 
 from __future__ import annotations
 

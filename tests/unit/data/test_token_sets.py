@@ -96,7 +96,7 @@ def write(path, end, case):
 
 
 def made_by_an_earlier_version(folder, name):
-    """The config of tokens that it has made without a word, of a file in a new folder."""
+    """The config of tokens that it has made silently, of a file in a new folder."""
     folder.mkdir()
     write(folder / "a.bin", END, WRONG[name])
     config = config_of([folder.name], token_dtype=WRONG[name][2])
