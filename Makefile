@@ -20,7 +20,7 @@ BIN := .venv/bin
 comma := ,
 READY := .venv/ready $(patsubst %,.venv/with-%,$(subst $(comma), ,$(EXTRAS)))
 
-.PHONY: train reproduce test test-all test-tools test-others test-times faults labs absences storm check lint types dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse gpu gpu-wheels clean
+.PHONY: train reproduce test test-all test-tools test-others test-weekly test-times faults labs absences storm check lint types dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse gpu gpu-wheels clean
 
 train: $(READY)
 	$(BIN)/snakemake --profile $(PROFILE) train
@@ -38,11 +38,11 @@ processes := 3
 # Two thirds of `all` are stories on Slurm.
 test-all test-others: processes := 4
 # Checks of a GPU run where they can on a CPU, at a small size.
-test test-all test-tools test-others test-times: export FORGE_GPU_CHECKS := cpu
+test test-all test-tools test-others test-weekly test-times: export FORGE_GPU_CHECKS := cpu
 # Images of containers often set it: each of a thousand processes would compile changed modules again.
-test test-all test-tools test-others test-times: export PYTHONDONTWRITEBYTECODE :=
+test test-all test-tools test-others test-weekly test-times: export PYTHONDONTWRITEBYTECODE :=
 # Each of thousands of processes imports NumPy, whose BLAS would start threads that spin for 0.05 s.
-test test-all test-tools test-others test-times: export OPENBLAS_NUM_THREADS := 1
+test test-all test-tools test-others test-weekly test-times: export OPENBLAS_NUM_THREADS := 1
 
 test: .venv/with-test
 	$(pytest) -m default
@@ -56,6 +56,10 @@ test-tools: .venv/with-dev
 # Both at once: the last file of one keeps no process waiting.
 test-others: .venv/with-dev
 	$(pytest) -m "all or tools"
+
+# Stories of minutes each, that shorter ones of `all` tell in part, and benches at their smallest size.
+test-weekly: .venv/with-dev
+	$(pytest) -m weekly
 
 # Renews tests/times.tsv: the seconds of every test, by which files are put in order. On an idle machine.
 test-times: .venv/with-dev

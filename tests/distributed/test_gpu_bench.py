@@ -40,6 +40,7 @@ def uncompiled() -> Iterator[None]:
         yield
 
 
+@pytest.mark.weekly
 def test_every_contender_trains_in_a_quick_run() -> None:
     [documented] = commands_of("tests/distributed/test_gpu_bench.py")
     _, *words = documented.bare.split()

@@ -40,7 +40,8 @@ def accumulate(micro: int) -> str:
 
 
 CHOSEN = [
-    (2, "all", (accumulate(5), COMPILE, DROPOUT)),  # 5 + 5 + 2 samples: graphs of two shapes
+    # 5 + 5 + 2 samples: graphs of two shapes.
+    pytest.param(2, "all", (accumulate(5), COMPILE, DROPOUT), marks=pytest.mark.weekly),
     (3, "none", (accumulate(3), DROPOUT)),
     (4, 2, (accumulate(4), RECOMPUTE, DROPOUT, MUON)),  # two copies, of two ranks each
     (2, "none", (*GPT2, DROPOUT)),

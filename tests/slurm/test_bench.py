@@ -11,6 +11,7 @@ from .conftest import require_slurm
 pytestmark = pytest.mark.tools
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("part", sorted(ON_SLURM))
 def test_every_part_runs_to_its_numbers(part: str) -> None:
     require_slurm()

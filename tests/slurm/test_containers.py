@@ -87,6 +87,7 @@ def client_of(rank: psutil.Process) -> psutil.Process:
     raise AssertionError(f"no client of {words}")
 
 
+@pytest.mark.weekly
 def test_ranks_in_containers_resume_after_each_way_to_end_and_no_process_of_them_is_left(
     new_run: Callable[..., JobRun],
     uninterrupted: Uninterrupted,

@@ -132,6 +132,7 @@ def new_lone_run(
     return make
 
 
+@pytest.mark.weekly
 def test_trainer_loses_nothing_to_a_signal_and_at_most_an_interval_to_a_power_cut(
     new_lone_run: Callable[[], LoneRun], uninterrupted: Uninterrupted, cluster: Cluster
 ) -> None:

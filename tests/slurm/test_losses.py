@@ -19,7 +19,11 @@ NewRun = Callable[..., JobRun]
 
 
 @pytest.mark.parametrize(
-    ("launcher", "cuts"), [("srun", ["power_cut", "cable_cut"]), ("torchrun", ["power_cut"])]
+    ("launcher", "cuts"),
+    [
+        ("srun", ["power_cut", "cable_cut"]),
+        pytest.param("torchrun", ["power_cut"], marks=pytest.mark.weekly),
+    ],
 )
 def test_killed_rank_restarts_inside_the_allocation_and_cut_off_nodes_send_the_job_to_others(
     new_run: NewRun,

@@ -155,18 +155,21 @@ class Struck:
 
 IN_CI = {
     ("six-nodes", "killed_rank", "srun"),
-    ("six-nodes", "power_cut", "srun"),
-    ("six-nodes", "time_limit", "torchrun"),
     ("six-nodes", "scancel", "torchrun"),
     ("bert-cpu", "kill_in_a_save", "srun"),
 }
+WEEKLY = {("six-nodes", "power_cut", "srun"), ("six-nodes", "time_limit", "torchrun")}
 EVENTS = (
     *("time_limit", "preemption", "two_signals", "scancel"),
     *("killed_rank", "kill_in_a_save", "power_cut"),
 )
 EVERY = [(lab, event, how) for lab in COMMANDS for event in EVENTS for how in ("srun", "torchrun")]
 ALL = os.environ.get("FORGE_LABS") == "all"
-CASES = [case for case in EVERY if ALL or case in IN_CI]
+CASES = [
+    pytest.param(case, id="-".join(case), marks=[pytest.mark.weekly] if case in WEEKLY else [])
+    for case in EVERY
+    if ALL or case in IN_CI | WEEKLY
+]
 
 
 @pytest.fixture
@@ -199,7 +202,7 @@ def download(config: Path) -> None:
         forge("inputs", config)
 
 
-@pytest.mark.parametrize("case", CASES, ids="-".join)
+@pytest.mark.parametrize("case", CASES)
 def test_struck_program_resumes_from_its_last_sealed_checkpoint(
     new_program: Callable[..., ProgramRun], cluster: Cluster, case: tuple[str, str, str]
 ) -> None:

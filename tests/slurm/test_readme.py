@@ -73,6 +73,7 @@ def shape(line: str) -> str:
     return re.sub(r"\d+(\.\d+)*(\+\w+)?", "0", line)
 
 
+@pytest.mark.weekly
 @pytest.mark.timeout(900, func_only=True)
 def test_commands_of_the_readme_train_as_they_are_written(
     exclusive_cluster: Cluster, copy: Path

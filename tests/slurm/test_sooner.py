@@ -18,6 +18,7 @@ Nodes = Callable[[int], list[str]]
 NewProject = Callable[..., Project]
 
 
+@pytest.mark.weekly
 def test_run_trains_on_the_nodes_that_are_free_at_each_start(
     new_project: NewProject, cluster: Cluster, nodes: Nodes, uninterrupted: Uninterrupted
 ) -> None:

@@ -129,6 +129,6 @@ def test_job_that_is_suspended_before_it_trains_goes_on_and_blames_no_node(
     time.sleep(int(log.read_text().partition(begins)[0].split()[-1]) + 15)  # the case itself
     cluster.run("scontrol", "resume", job)
     assert project.end(command) == 0, project.said()
-    # Which wait ran out, and whether any did, depends on how far the job came: test_requeue has the words.
+    # Whether a wait ran out, and which, depends on how far the job came: test_requeue has the words.
     assert not run.paths.bad_nodes.exists()
     uninterrupted.equals(run)

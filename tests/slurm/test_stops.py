@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 
+import pytest
+
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
@@ -42,6 +44,7 @@ def test_job_resumes_after_its_time_limit_a_signal_a_preemption_and_one_that_wou
     assert [run.steps_lost(event) for event in times] == [0, 0, 0, 0]
 
 
+@pytest.mark.weekly
 def test_torchrun_job_resumes_after_a_preemption_and_a_time_limit_that_nothing_announces(
     new_run: NewRun, uninterrupted: Uninterrupted, cluster: Cluster
 ) -> None:
@@ -67,6 +70,7 @@ def test_torchrun_job_resumes_after_a_preemption_and_a_time_limit_that_nothing_a
     assert [run.steps_lost(event) for event in (preempted, at_the_limit)] == [0, 0]
 
 
+@pytest.mark.weekly
 def test_torchrun_job_resumes_after_its_time_limit_then_cancelled_leaves_a_checkpoint_and_stays_ended(
     new_run: NewRun, uninterrupted: Uninterrupted, cluster: Cluster
 ) -> None:

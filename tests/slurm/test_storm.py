@@ -28,6 +28,7 @@ def storm(*arguments: str | Path) -> str:
     return done.stdout
 
 
+@pytest.mark.weekly
 def test_quick_storm_leaves_a_raw_file_of_a_run_that_was_hit_and_trained_on(tmp_path: Path) -> None:
     """Two minutes of storm: a busy machine trains again within 90 s."""
     require_slurm()

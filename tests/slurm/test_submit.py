@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import yaml
 
 from forge.core.files import read_json
@@ -175,6 +176,7 @@ def test_submitted_workflow_trains_and_validates_and_tells_its_end_once(
     uninterrupted.equals(project.run("other"))
 
 
+@pytest.mark.weekly
 def test_time_limit_in_each_phase_leaves_the_jobs_to_the_next_start(
     new_project: NewProject, shared_folder: Path, tiny_config: Path, uninterrupted: Uninterrupted
 ) -> None:

@@ -134,7 +134,7 @@ def without_names(cluster: Cluster, shared_folder: Path) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("without_names")
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.weekly)])
 def test_names_that_do_not_resolve_give_way_to_slurms_addresses(
     cluster: Cluster,
     shared_folder: Path,

@@ -183,6 +183,7 @@ def test_steps_are_trained_again_on_another_node_than_those_that_trained(
     assert [one["outcome"] for one in made["intervals"]] == ["bitwise"]
 
 
+@pytest.mark.weekly
 def test_steps_are_trained_again_on_another_node_while_the_run_trains(
     new_project: NewProject, cluster: Cluster
 ) -> None:

@@ -1,6 +1,7 @@
-"""Circles of tests: what `make test` runs, and what `make test-all` and `make test-tools` run besides.
+"""Circles of tests: what `make test` runs, and what `make test-all`, `make test-tools` and
+`make test-weekly` run besides.
 
-Every test is in one circle: that of its folder, or the one that its own marker names.
+Every test is in one circle: the one that its own marker names, else that of its file, else of its folder.
 """
 
 from __future__ import annotations
@@ -12,7 +13,12 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parents[1]
-COMMANDS = {"default": "make test", "all": "make test-all", "tools": "make test-tools"}
+COMMANDS = {
+    "default": "make test",
+    "all": "make test-all",
+    "tools": "make test-tools",
+    "weekly": "make test-weekly",
+}
 CIRCLE_OF_FOLDER = {
     "unit": "default",
     "past": "default",
@@ -40,8 +46,9 @@ def recorded_times() -> dict[str, tuple[str, float]]:
 
 
 def circles_of(item: pytest.Item) -> list[str]:
-    """The circles that markers name; those of its folder where there is none."""
-    own = [name for name in COMMANDS if item.get_closest_marker(name)]
+    """The circles that its own markers name; those of its file or folder where there is none."""
+    own = [mark.name for mark in item.own_markers if mark.name in COMMANDS]
+    own = own or [name for name in COMMANDS if item.get_closest_marker(name)]
     return own or [
         CIRCLE_OF_FOLDER[name] for name in [folder_of(item.path)] if name in CIRCLE_OF_FOLDER
     ]
@@ -81,7 +88,9 @@ class Circles:
         return None if of_all in self.wanted or own else True
 
     @pytest.hookimpl(tryfirst=True)  # before -m chooses
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
         unclear = []
         for item in items:
             circles = circles_of(item)
@@ -95,6 +104,10 @@ class Circles:
             raise pytest.UsageError(
                 f"tests that are not in one circle (CONTRIBUTING.md):\n  {listed}"
             )
+        if self.wanted:  # -m would choose also by the marker of the file
+            others = [item for item in items if circles_of(item)[0] not in self.wanted]
+            items[:] = [item for item in items if circles_of(item)[0] in self.wanted]
+            config.hook.pytest_deselected(items=others)
         self._sort(items)
 
     def _sort(self, items: list[pytest.Item]) -> None:

@@ -73,6 +73,17 @@ def test_two_circles_run_at_once_and_only_the_third_is_named(run: Callable[..., 
     assert "make test-all" not in said.partition("not run")[2]
 
 
+def test_marker_of_a_test_counts_more_than_that_of_its_file(run: Callable[..., str]) -> None:
+    tools = (
+        "import pytest\npytestmark = pytest.mark.tools\ndef test_page(): pass\n"
+        "@pytest.mark.weekly\ndef test_long(): pass\n"
+    )
+    others = {"slurm/test_three.py": "def test_three(): pass\n", "unit/test_tool.py": tools}
+    assert "test_long PASSED" not in run("-m", "all or tools", **others)
+    said = run("-m", "weekly", **others)
+    assert "test_long PASSED" in said and "1 passed" in said
+
+
 @pytest.mark.parametrize(
     ("name", "text", "found"),
     [
