@@ -14,6 +14,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import (
@@ -74,6 +75,10 @@ def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
             f"{path} has no private key without a password: {err}",
             cause="the public key was named, or it is of another format than PEM",
             fix="make one: forge key FILE",
+        ) from None
+    except UnsupportedAlgorithm as err:
+        raise ConfigError(
+            f"{path} has no key on the curve P-256: {err}", fix="make one: forge key FILE"
         ) from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name != "secp256r1":
         raise ConfigError(f"{path} has no key on the curve P-256", fix="make one: forge key FILE")

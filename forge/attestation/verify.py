@@ -324,7 +324,7 @@ def check_signature(folder: Path, data: bytes, key: Path | None) -> str:
 def check_by_key(envelope: Envelope, pem: bytes) -> None:
     """Refused unless the signature is by this public key, on the curve P-256."""
     try:
-        from cryptography.exceptions import InvalidSignature
+        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.serialization import (
@@ -340,6 +340,8 @@ def check_by_key(envelope: Envelope, pem: bytes) -> None:
         key = load_pem_public_key(pem)
     except ValueError:
         raise VerificationError("the file of the key has no public key in PEM") from None
+    except UnsupportedAlgorithm as err:
+        raise VerificationError(f"the key is not on the curve P-256: {err}") from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name != "secp256r1":
         raise VerificationError("the key is not on the curve P-256")
     fingerprint = sha256(key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo))

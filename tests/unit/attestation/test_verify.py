@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import resource
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from forge.attestation import verify
 from forge.attestation.chain import CheckpointsSaved, LaunchesMade, SavedStep, TextFile, Texts
 from forge.attestation.signing import load_key, make_key, sign
 from forge.attestation.statement import statement_of
-from forge.core.errors import DataError
+from forge.core.errors import ConfigError, DataError
 from forge.core.files import read_json, write_json
 
 VERIFIER = Path(verify.__file__)
@@ -70,6 +71,28 @@ def test_key_id_that_anybody_can_write_is_not_shown_as_a_signer(export, tmp_path
     assert "signed by" not in said and known[:12] not in said
     assert "authorship NOT verified" in said
     assert verify.main([str(export), f"--key={public}"]) == 65
+
+
+def on_a_curve_that_cryptography_lacks(pem: bytes) -> bytes:
+    """The key with the identifier of prime192v2 where that of P-256 was (RFC 5480, section 2.1.1.1)."""
+    begin, *body, end = pem.splitlines()
+    der = base64.b64decode(b"".join(body))
+    p256, prime192v2 = bytes.fromhex("2a8648ce3d030107"), bytes.fromhex("2a8648ce3d030102")
+    assert der.count(p256) == 1
+    changed = base64.encodebytes(der.replace(p256, prime192v2))
+    return b"\n".join([begin, changed.strip(), end, b""])
+
+
+def test_key_on_another_curve_is_refused_by_verifier_and_signer(export, tmp_path, capsys):
+    key = tmp_path / "keys/known"
+    public = make_key(key)
+    sign(export, load_key(key))
+    for path in (public, key):
+        path.write_bytes(on_a_curve_that_cryptography_lacks(path.read_bytes()))
+    assert verify.main([str(export), f"--key={public}"]) == 65
+    assert "the key is not on the curve P-256: Curve 1.2.840.10045.3.1.2" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"has no key on the curve P-256: Curve 1\.2\.840"):
+        load_key(key)
 
 
 def test_statement_of_60_megabytes_is_refused_in_256_mebibytes(export):
