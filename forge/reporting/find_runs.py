@@ -49,9 +49,17 @@ def _folders(results: Path) -> list[Path]:
         say(f"note: {err.what}")
         last = None
     recorded = [Path(folder) for folder in last.folders.values()] if last else []
-    folders = [folder for folder in recorded if RunPaths(folder).config.exists()]
-    folders += sorted(path.parent for path in results.glob("*/config.json"))
+    there = sorted(results.iterdir()) if results.is_dir() else []
+    folders = [folder for folder in (*recorded, *there) if _may_be_run(folder)]
     return list({folder.resolve(): folder for folder in folders}.values())
+
+
+def _may_be_run(folder: Path) -> bool:
+    """Whether it has a config, or may not be looked into: what reads it then says so."""
+    try:
+        return RunPaths(folder).config.exists()
+    except PermissionError:
+        return True
 
 
 def results_folder() -> Path:

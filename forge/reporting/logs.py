@@ -122,7 +122,11 @@ def logs(
 def read_starts(paths: RunPaths) -> tuple[list[LaunchLogs], list[Log]]:
     """The run's starts and the logs of its subcommands, each the oldest first."""
     by_start, commands = defaultdict(list), []
-    for path in paths.logs.glob("*.log"):
+    # Not glob, which takes a directory that may not be read for an empty one.
+    there = paths.logs.iterdir() if paths.logs.is_dir() else ()
+    for path in there:
+        if path.suffix != ".log":
+            continue
         log = _log(path)
         if log.start:
             by_start[log.start].append(log)

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from forge.cluster import controller_job
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, UnfitError
+from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.terminal import Table, duration, is_terminal, print_plain, say, visible
 from forge.reporting.find_runs import results_folder
@@ -81,8 +82,29 @@ def look(runs: Sequence[RunPaths]) -> tuple[list[StatusRow], str]:
 
 
 def row(paths: RunPaths, queue: Queue) -> StatusRow:
-    """The row of a run. queue: Slurm's, None where it cannot be asked."""
-    files = RunFiles(paths)
+    """The row of a run. queue: Slurm's, None where it cannot be asked.
+
+    A run that this user may not read is `unknown`, and hides no other run.
+    """
+    try:
+        with disk_trouble(paths.root, "read"):
+            return _row(RunFiles(paths), queue)
+    except UnfitError as err:
+        state = RunState(
+            run=paths.root.name,
+            state="unknown",
+            reason=err.what,
+            details=(err.cause,) if err.cause else (),
+            next=err.fix,
+            log=None,
+            step=None,
+            goal=None,
+            job="",
+        )
+        return StatusRow(state, 0, 0, None, None, None, 0, None)
+
+
+def _row(files: RunFiles, queue: Queue) -> StatusRow:
     state, last = judge(files, queue), files.steps[-1] if files.steps else None
     is_training = (
         state.state == "running"

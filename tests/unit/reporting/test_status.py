@@ -84,6 +84,43 @@ def test_restarts_are_counted(run):
     assert row(run.paths, None).restarts == 1
 
 
+# As root without what passes over modes of files; other users have none of it.
+AS_ANYBODY = (
+    ("setpriv", "--bounding-set=-dac_override,-dac_read_search") if os.getuid() == 0 else ()
+)
+
+
+@pytest.mark.parametrize("closed", ["closed", "closed/events.jsonl"])
+def test_run_that_may_not_be_read_is_unknown_and_hides_no_other(tmp_path, closed):
+    runs = [new_run(tmp_path / f"results/{name}") for name in ("base", "closed")]
+    for one in runs:
+        train(one)
+    path = tmp_path / "results" / closed
+    path.chmod(0)
+    try:
+        command = [*AS_ANYBODY, sys.executable, "-m", "forge", "status", "--json"]
+        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    finally:
+        path.chmod(0o700)
+    found = {one["run"]: one for one in json.loads(done.stdout)["runs"]}
+    assert found["base"]["step"] == 40
+    assert found["closed"]["state"] == "unknown"
+    assert "Permission denied" in found["closed"]["reason"]
+    assert "check owner and mode" in found["closed"]["next"]
+
+
+def test_logs_that_may_not_be_read_are_not_called_none(tmp_path):
+    one = new_run(tmp_path / "results/base")
+    one.paths.logs.mkdir(exist_ok=True)
+    one.paths.logs.chmod(0)
+    try:
+        command = [*AS_ANYBODY, sys.executable, "-m", "forge", "logs", "base"]
+        done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    finally:
+        one.paths.logs.chmod(0o700)
+    assert done.returncode == 69 and "Permission denied" in done.stderr, done.stderr
+
+
 # --- squeue ---------------------------------------------------------------------------------------
 
 LINE = (
