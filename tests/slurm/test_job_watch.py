@@ -77,7 +77,14 @@ def test_daemons_that_are_away_are_waited_for_in_the_queue_in_training_and_at_it
     with both_daemons_away(exclusive_cluster):
         time.sleep(30)  # the case itself: that long they are away
     wait_for_words(project, "Slurm answers again", SOON_SEC)
-    exclusive_cluster.run("scontrol", "release", job)
+    # Until slurmctld has numbered the job in the database it refuses each change: "try again in a bit".
+    release = ("scontrol", "release", job)
+    wait_until(
+        lambda: exclusive_cluster.run(*release, check=False).returncode == 0,
+        SOON_SEC,
+        "the release of the job",
+        project.said,
+    )
     project.run().wait_for_pause(in_training)
     with both_daemons_away(exclusive_cluster):
         silent = "Jobs continue; this command tries again"
