@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 import subprocess
+import sys
 from importlib.metadata import distributions, version
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,10 @@ def installed_packages() -> dict[str, str]:
     """Name -> version of every package that this Python finds, in order of name: what would have to be
     installed again."""
     found: dict[str, str] = {}
-    for package in distributions():
+    # Without the copies that setuptools has inside of itself: it puts them into the path once torch's
+    # compiler has imported it, and a list must not depend on what a process has imported.
+    path = [folder for folder in sys.path if Path(folder).name != "_vendor"]
+    for package in distributions(path=path):
         # All of the metadata, as `package.name` reads them, would take 0.1 s for 200 packages; this 6 ms.
         text = package.read_text("METADATA") or ""
         fields = dict(

@@ -40,6 +40,15 @@ def test_first_package_of_a_name_counts_and_the_rest_of_a_failed_installation_do
     assert provenance.installed_packages() == {"one": "1"}
 
 
+def test_copies_inside_of_setuptools_are_no_packages(tmp_path, monkeypatch):
+    before = provenance.installed_packages()
+    vendored = tmp_path / "setuptools/_vendor"
+    (vendored / "own-1.dist-info").mkdir(parents=True)
+    (vendored / "own-1.dist-info/METADATA").write_text("Name: own\nVersion: 1\n")
+    monkeypatch.syspath_prepend(vendored)
+    assert provenance.installed_packages() == before
+
+
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     package = tmp_path / "forge"
