@@ -37,6 +37,8 @@ exec 3<&0  # a shell gives /dev/null to what runs in the background
 setsid podman run --sig-proxy=false --pidfile="$pidfile" --env=FORGE_CONTAINER_CLIENT=$$ "$@" <&3 3<&- &
 exec 3<&-
 while wait $!; status=$?; kill -0 $! 2>/dev/null; do :; done  # a signal interrupts `wait`
+# Where a signal came as the client ended, `wait` told the signal; 127: it has told the client's status.
+wait $!; again=$?; [ $again = 127 ] || status=$again
 read -r pid <"$pidfile"
 while [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null; do sleep 0.2 & wait $!; done
 exit $status
