@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from forge.core.config import Config, checked, read_values
@@ -14,8 +15,8 @@ from forge.core.terminal import say
 def find_runs(names: list[str], *, with_config: bool = False) -> list[RunPaths]:
     """Folders of runs, each given by its path or by its name; all of the project where none is given.
 
-    with_config: refuse a directory without the config of a run. Raises ConfigError with the names that
-    there are.
+    with_config: refuse a directory without the config of a run; where no name is given, runs that may not
+    be read are left out with a note. Raises ConfigError with the names that there are.
     """
     results = results_folder()
     there = _folders(results)
@@ -37,7 +38,12 @@ def find_runs(names: list[str], *, with_config: bool = False) -> list[RunPaths]:
                 fix="name directories such as results/base",
             )
         runs.append(run)
-    return runs or [RunPaths(folder) for folder in there]
+    if runs:
+        return runs
+    closed = [folder for folder in there if not os.access(folder, os.X_OK)] if with_config else []
+    for folder in closed:
+        say(f"note: {folder} may not be read, and is left out")
+    return [RunPaths(folder) for folder in there if folder not in closed]
 
 
 def _folders(results: Path) -> list[Path]:
@@ -50,6 +56,9 @@ def _folders(results: Path) -> list[Path]:
         last = None
     recorded = [Path(folder) for folder in last.folders.values()] if last else []
     there = sorted(results.iterdir()) if results.is_dir() else []
+    there = [
+        folder for folder in there if folder.name != "lost+found"
+    ]  # closed, of a disk's file system
     folders = [folder for folder in (*recorded, *there) if _may_be_run(folder)]
     return list({folder.resolve(): folder for folder in folders}.values())
 

@@ -109,6 +109,23 @@ def test_run_that_may_not_be_read_is_unknown_and_hides_no_other(tmp_path, closed
     assert "check owner and mode" in found["closed"]["next"]
 
 
+def test_runs_that_may_not_be_read_are_left_out_of_all_runs_with_a_note(tmp_path):
+    runs = [new_run(tmp_path / f"results/{name}") for name in ("base", "closed")]
+    for one in runs:
+        train(one)
+    (tmp_path / "results/lost+found").mkdir(mode=0)
+    (tmp_path / "results/closed").chmod(0)
+    try:
+        command = [*AS_ANYBODY, sys.executable, "-m", "forge", "compare"]
+        done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    finally:
+        (tmp_path / "results/closed").chmod(0o700)
+        (tmp_path / "results/lost+found").chmod(0o700)
+    assert done.returncode == 0, done.stderr
+    assert "note: results/closed may not be read, and is left out" in done.stderr
+    assert "base" in done.stdout and "lost+found" not in done.stdout + done.stderr
+
+
 def test_logs_that_may_not_be_read_are_not_called_none(tmp_path):
     one = new_run(tmp_path / "results/base")
     one.paths.logs.mkdir(exist_ok=True)
