@@ -114,7 +114,7 @@ class Bench:
         self.tensors = list(leaves(self.state))
         self.copies = [torch.empty_like(tensor) for tensor in self.tensors]
         self.savers = {
-            beside: Saver(world, self.paths, async_save=beside, before_commit=lambda: None)
+            beside: Saver(world, self.paths, async_save=beside, check_may_write=lambda: None)
             for beside in (False, True)
         }
         self.seconds: Seconds = defaultdict(list)

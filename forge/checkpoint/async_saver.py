@@ -62,14 +62,15 @@ class Saver:
         paths: RunPaths,
         *,
         async_save: bool,
-        before_commit: Callable[[], None],
+        check_may_write: Callable[[], None],
         parts_arrive: bool = False,
     ) -> None:
         """async_save: copy the state, so that training continues while the copy is written.
-        before_commit: called on rank 0 once all files are written; an exception fails the save.
+        check_may_write: called on rank 0 before the first file and once all files are written; an
+        exception fails the save.
         parts_arrive: whether the files of other nodes are yet to come then (`stage.results`)."""
         self.world, self.writer_world, self.paths = world, world.with_own_group(), paths
-        self.async_save, self.before_commit = async_save, before_commit
+        self.async_save, self.check_may_write = async_save, check_may_write
         self.parts_arrive = parts_arrive
         self.in_progress: AsyncSave | None = None
         self._stager = storage.Stager(world.device)
@@ -186,7 +187,12 @@ class Saver:
             torch.cuda.set_device(world.device)  # a new thread starts with device 0
         step = manifest.step
         world.together(lambda: _refuse_non_finite(state, step), "check of numbers")
-        world.on_main(lambda: directory.begin(self.paths, step, size), "begin of the save")
+
+        def begin() -> None:
+            self.check_may_write()
+            directory.begin(self.paths, step, size)
+
+        world.on_main(begin, "begin of the save")
         folder = directory.temporary_folder(self.paths, step)
         if self.parts_arrive:
             folder.mkdir(parents=True, exist_ok=True)  # rank 0 has made that of its own node
@@ -201,7 +207,7 @@ class Saver:
         def finish() -> None:
             if self.parts_arrive:
                 _wait_for_parts(folder, complete)
-            self.before_commit()
+            self.check_may_write()
             try:
                 commit(self.paths, folder, complete)
             except DiskFull:  # else it would stay full

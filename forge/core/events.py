@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from forge.core import json_lines
 from forge.core.errors import USE_THAT_VERSION, ForgeError, OtherFormat
+from forge.core.files import disk_trouble
 
 FORMAT = 1
 
@@ -226,6 +227,8 @@ _KINDS = {
 
 def record(log: Path, event: Event) -> None:
     """Append an event to a run's log. Raises UnfitError when the disk cannot be written."""
+    with disk_trouble(log):
+        log.parent.mkdir(parents=True, exist_ok=True)
     json_lines.append(
         log, {"event": event.event, **event.model_dump(mode="json", exclude_none=True)}
     )

@@ -20,18 +20,17 @@ MAX_BYTES, MAX_LINE_BYTES = 2**31, 2**20
 def append(path: Path, value: dict[str, Any]) -> None:
     """Append one line in a single write, so that lines of several writers never mix.
 
-    A last line that a crash has cut is ended first. Raises ValueError for NaN and infinity, UnfitError
+    A last line that a crash has cut is ended first. The folder must be there: a run whose directory was
+    removed while it trains must not make another one. Raises ValueError for NaN and infinity, UnfitError
     when the disk cannot be written.
     """
     line = json.dumps(value, allow_nan=False) + "\n"
-    with disk_trouble(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "ab+", opener=_open) as file:
-            if file.tell():
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    line = "\n" + line
-            file.write(line.encode())
+    with disk_trouble(path), open(path, "ab+", opener=_open) as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                line = "\n" + line
+        file.write(line.encode())
 
 
 def _open(path: str, flags: int) -> int:

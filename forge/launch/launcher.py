@@ -296,7 +296,8 @@ def _watch(
     *,
     mirror: Mirror | None = None,
 ) -> None:
-    """Until the launch command ends: show messages of rank 0, forward a stop, kill what hangs."""
+    """Until the launch command ends: show messages of rank 0, forward a stop, kill what hangs. Raises
+    UnfitError where the run's directory is gone."""
     forwarded, looked = False, -LOOK_SEC
     records, stopped_ranks = RecordsSoFar(spec), lost_ranks.StoppedRanks(spec)
     with Console(spec.directory) as console:
@@ -309,6 +310,7 @@ def _watch(
                 killed_at = killed_at or time.monotonic() + grace_sec
             if (now := time.monotonic()) - looked >= LOOK_SEC:
                 looked = now
+                spec.check_run_is_there()
                 records.look()
                 lost = mirror is not None and bool(mirror.lost)
                 failed = any(record.status in ("failed", "lost") for record in records.written)

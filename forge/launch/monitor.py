@@ -82,6 +82,8 @@ def main(run: str, launch: str, every_sec: str, parent: str) -> None:
         gpus: list[Gpu] = []
         with suppress(UnfitError):  # preflight has told
             gpus = stack.enter_context(visible_gpus())
+        with suppress(OSError):  # the first line tells
+            file.parent.mkdir(exist_ok=True)
         while os.getppid() == int(parent) and Path(run).is_dir():
             json_lines.append(file, asdict(node_load(launch, gpus)))
             time.sleep(float(every_sec))

@@ -142,6 +142,19 @@ class LaunchSpec(Record):
     def directory(self) -> Path:
         return RunPaths(Path(self.run)).launches / self.launch
 
+    def check_run_is_there(self) -> None:
+        """UnfitError where the directory of the run was removed or moved since the launch: what the ranks
+        write would make another one, without config and lock, beside which a second command writes."""
+        try:
+            os.lstat(self.path)
+        except FileNotFoundError:
+            raise UnfitError(
+                f"{self.run} was removed or moved while its ranks ran: nothing more is written there",
+                cause=f"{self.path} is gone, which Forge removes only after the ranks have ended",
+                fix="put the directory back and give the same command again, which resumes; without it"
+                " the command starts from the beginning",
+            ) from None
+
     @property
     def train_task(self) -> TrainTask:
         """The task, of a launch that trains."""
@@ -264,8 +277,11 @@ class RankRecord:
         return self.status in ("completed", "stopped") and self.exit_status == 0
 
     def write(self, spec: LaunchSpec) -> None:
-        """Write the record; on a full disk, into the space that `reserve` has allocated."""
+        """Write the record; on a full disk, into the space that `reserve` has allocated. Without the
+        directory of the launch, nothing: nobody waits for the record."""
         path = _path(spec, self.rank)
+        if not path.parent.is_dir():
+            return
         values = {"format": FORMAT, **asdict(self)}
         try:
             write_json(path, values)

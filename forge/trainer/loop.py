@@ -75,8 +75,7 @@ class Trainer:
             world,
             paths,
             async_save=spec.machine.async_save,
-            # A node that lost its network must not commit: the job may run on other nodes by now.
-            before_commit=lambda: check_held(paths.root, spec.launcher),
+            check_may_write=functools.partial(_check_may_write, spec, paths),
             parts_arrive=spec.machine.stage.results == "first_node" and spec.nodes > 1,
         )
         self.saver.hold_updates(start.optimizers)
@@ -373,3 +372,10 @@ def train(
         grace_sec = spec.machine.stop_grace_sec
         trainer.saver.drain(PEERS_SAVE_SEC if is_peer_loss(err) else grace_sec)
         raise
+
+
+def _check_may_write(spec: LaunchSpec, paths: RunPaths) -> None:
+    """UnfitError where another command has the run by now, as the job may run on other nodes than this
+    one, which lost its network; or where the run's directory was removed."""
+    check_held(paths.root, spec.launcher)
+    spec.check_run_is_there()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import signal
 import time
 
@@ -200,6 +201,32 @@ def test_each_way_to_stop_ends_with_75_and_its_cause(runs):
     assert again.code == 75
     assert str(stopped.paths.stop) in again.text
     assert len(stopped.events("launch")) == 1
+
+
+@pytest.mark.parametrize("how", ["removed", "moved"])
+def test_run_whose_directory_is_gone_ends_with_69_and_makes_no_other_one(runs, how):
+    """Which would have neither config nor lock: a second command would write beside it."""
+    run = runs(how, *ENDLESS, "--train.checkpoint_every=20")
+    started = run.start("train", *TWO_RANKS)
+    wait_until(lambda: run.events("save"), "a checkpoint")
+    aside = run.folder.with_name("aside")
+    run.folder.rename(aside)
+    if how == "removed":
+        shutil.rmtree(aside)
+    outcome = started.end()
+    assert outcome.code == 69, outcome.text
+    assert f"{run.folder} was removed or moved while its ranks ran" in outcome.text
+    assert "Traceback" not in outcome.text
+    assert living() == []
+    assert not run.folder.exists()
+    if how == "moved":
+        aside.rename(run.folder)
+    begun = len(run.events("init"))
+    again = run.start("train", *TWO_RANKS)
+    wait_until(lambda: len(run.events("init")) > begun, "the next start")
+    again.process.terminate()
+    assert again.end().code == 75
+    assert (run.events("init")[-1]["step"] >= 20) == (how == "moved")
 
 
 def test_stop_before_the_ranks_are_up_stops_and_starts_nothing_again(runs):

@@ -39,7 +39,7 @@ def state_of(step):
 
 
 def saver_of(world, folder, *, async_save):
-    return Saver(world, RunPaths(folder), async_save=async_save, before_commit=lambda: None)
+    return Saver(world, RunPaths(folder), async_save=async_save, check_may_write=lambda: None)
 
 
 def tensors_of(state):

@@ -21,7 +21,7 @@ def save(request, world, tmp_path):
 
     copied: the saver looks at a copy in host memory; live: at the tensors on the device.
     """
-    saver = Saver(world, RunPaths(tmp_path), async_save=True, before_commit=lambda: None)
+    saver = Saver(world, RunPaths(tmp_path), async_save=True, check_may_write=lambda: None)
 
     def save(number):
         weights = {f"w{n}": torch.ones(2**18, device=world.device) for n in range(8)}

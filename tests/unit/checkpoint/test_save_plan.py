@@ -36,7 +36,7 @@ def test_saver_makes_one_plan_for_all_its_saves(tmp_path, world, monkeypatch, as
         return plan
 
     monkeypatch.setattr(Planner, "create_local_plan", counted)
-    saver = Saver(world, RunPaths(tmp_path), async_save=async_save, before_commit=lambda: None)
+    saver = Saver(world, RunPaths(tmp_path), async_save=async_save, check_may_write=lambda: None)
     for step in (1, 2, 3):
         # The last one saves the state itself, and not a copy.
         saver.start(state_of(step), manifest_of(step), keep_last=3, last=step == 3)

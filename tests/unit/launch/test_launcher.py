@@ -261,7 +261,7 @@ def launch(tmp_path, monkeypatch):
     """launch(script): run it in the place of srun; how often it ran. $RANK: a file that a rank leaves."""
     monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
     spec = spec_of(tmp_path).model_copy(update={"job": "17"})
-    spec.directory.mkdir(parents=True)
+    spec.write(spec.path)
     monkeypatch.setenv("RANK", str(spec.directory / "rank-0.pid"))
     monkeypatch.setenv("TRIES", str(tmp_path / "tries"))
     log = tmp_path / "logs" / "srun.log"
@@ -299,7 +299,7 @@ def watched(tmp_path, monkeypatch):
     """watched(seconds): a launch command of so many seconds, watched to its end; how long that took, and
     how often the files of the ranks were looked at."""
     spec = spec_of(tmp_path)
-    spec.directory.mkdir(parents=True)
+    spec.write(spec.path)
     looks = []
     look = launcher.RecordsSoFar.look
     monkeypatch.setattr(
