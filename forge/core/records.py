@@ -227,6 +227,10 @@ class StageProof(Record):
 
     record: str
     """blake3 of stage.json."""
+    cluster: str | None = None
+    """Where the job of the record runs: ids of jobs repeat between clusters."""
+    restart: int | None = None
+    """Which start of the job has staged, 0 for the first; None where only Slurm could tell."""
 
 
 # --- staging ---------------------------------------------------------------------------------------

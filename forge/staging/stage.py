@@ -23,7 +23,7 @@ from forge.core.config import ResolvedConfig
 from forge.core.files import digest_file
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, inputs_folder, stage_proof_file, tokens_folder
-from forge.core.process import hostname, node_local_folder
+from forge.core.process import hostname, node_local_folder, slurm_start
 from forge.core.program_settings import Program
 from forge.core.records import StageProof, StageRecord
 from forge.core.terminal import say
@@ -91,15 +91,20 @@ REMOVE_SEC = 60.0
 
 
 def keep(record: StageRecord, paths: RunPaths) -> None:
-    """Write stage.json of the run, and in the project that this is it. Raises UnfitError."""
+    """Write stage.json of the run, and in the project that this is it. Raises UnfitError and
+    SlurmSilent."""
     record.write(paths.stage)
-    StageProof(record=digest_file(paths.stage)).write(stage_proof_file(paths.root))
+    proof = StageProof(
+        record=digest_file(paths.stage), cluster=slurm.this_cluster(), restart=slurm_start()[1]
+    )
+    proof.write(stage_proof_file(paths.root))
 
 
 def stage_record(paths: RunPaths) -> StageRecord:
-    """The stage record of this job, which decides what nodes execute and remove; an empty one where
-    `forge stage` of this project did not write it in this job: the directory of a run may come from
-    somebody else, or have been left by another job. Raises DataError for one of ours that is corrupt.
+    """The stage record of this start of this job, which decides what nodes execute and remove; an empty
+    one where `forge stage` of this project did not write it in this start: the directory of a run may
+    come from somebody else, or have been left by another job, or by the start before a requeue.
+    Raises DataError for one of ours that is corrupt, and SlurmSilent.
 
     A command reads it once, with the run's lock held, and hands it down.
     """
@@ -111,6 +116,12 @@ def stage_record(paths: RunPaths) -> StageRecord:
     record = StageRecord.read(paths.stage)
     if record.job != (job := slurm.this_job_id()):
         return _unused(paths.stage, f"it is of job {record.job}, this is {job or 'no job'}")
+    if proof.cluster != (cluster := slurm.this_cluster()):
+        return _unused(paths.stage, f"it is of cluster {proof.cluster}, this is {cluster}")
+    restart = slurm_start()[1]
+    if None not in (proof.restart, restart) and proof.restart != restart:
+        why = f"it is of start {proof.restart} of job {job}, this is start {restart}"
+        return _unused(paths.stage, why)
     return record
 
 

@@ -36,6 +36,12 @@ def project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def _no_slurm_to_ask(monkeypatch):
+    """Its commands may be installed here; there is no controller of the jobs that tests name."""
+    monkeypatch.setattr(slurm, "is_here", lambda: False)
+
+
 @pytest.fixture
 def config(tmp_path):
     folders = {"results": str(tmp_path / "results"), "data": str(tmp_path / "data")}
@@ -299,6 +305,7 @@ def test_what_ended_jobs_have_left_on_this_host_is_removed(config, machine, root
     waiting = slurm.Job("6", "PENDING", 0, (), 1, "partition", "forge", True, None)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(slurm, "is_here", lambda: True)
+    monkeypatch.setattr(slurm, "cluster_name", lambda: "north")
     monkeypatch.setattr(slurm, "show_job", {"5": None, "6": waiting}.get)
     staged(config, machine)
     assert copies(root) == ["job-6", "job-7"]

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from forge.cluster import slurm
 from forge.cluster.placement import Placement
 from forge.core.config import Config, checked
 from forge.core.errors import DataError
@@ -26,6 +27,8 @@ def project(tmp_path, monkeypatch):
     """`forge stage` was called here, in job 7."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "north")
+    monkeypatch.setattr(slurm, "is_here", lambda: False)
 
 
 @pytest.fixture
@@ -45,6 +48,8 @@ def test_record_is_read_as_it_was_written(paths):
     [
         ("did not write it", {}),  # the directory of somebody else was copied into results/
         ("it is of job 7, this is 8", {"SLURM_JOB_ID": "8"}),
+        ("of start 0 of job 7, this is start 1", {"SLURM_RESTART_COUNT": "1"}),
+        ("of cluster north, this is south", {"SLURM_CLUSTER_NAME": "south"}),
         ("did not write it", {"changed": "python"}),
     ],
 )
