@@ -65,6 +65,11 @@ def paused(*steps: int) -> dict[str, str]:
     return {"FORGE_TEST_PAUSE": numbers, "PYTHONPATH": os.pathsep.join(path)}
 
 
+def paced(step_sec: float) -> dict[str, str]:
+    """Environment of commands whose ranks take so long for each step, until Progress.end_pace()."""
+    return {**paused(), "FORGE_TEST_PAUSE": "", "FORGE_TEST_PACE": str(step_sec)}
+
+
 def write_tiny_config(folder: Path) -> Path:
     """A corpus and its shards in the folder; the config file."""
     corpus = folder / "corpus"
@@ -129,6 +134,11 @@ class Progress:
     def end_pause(self, step: int = PAUSE) -> None:
         """Let the ranks train on; later launches do not wait before this step."""
         (self.folder / f".pause/{step}/over").touch()
+
+    def end_pace(self) -> None:
+        """Let the ranks train as fast as they can."""
+        (self.folder / ".pause").mkdir(exist_ok=True)
+        (self.folder / ".pause/pace-over").touch()
 
     def during_pause(self, step: int, act: Callable[[], object]) -> float:
         """Call `act` while all ranks wait before the step, then let them train on; the time of the

@@ -5,6 +5,8 @@ waiting-NAME in RUN/.pause/STEP, and stopping-NAME once it has been told to stop
 RUN/.pause/STEP/over is there; where it is there already, as in later launches, it does not wait.
 A rank on a host for which there is RUN/.pause/STEP/gpu-fails-HOST then fails as PyTorch does with a
 broken GPU.
+FORGE_TEST_PACE: seconds of sleep before each step, until RUN/.pause/pace-over is there.
+FORGE_TEST_CLOCK: NODE=SECONDS, by which the clock of that node is ahead.
 It waits in its main thread and between two collectives, so it handles signals as in a step.
 
 FORGE_TEST_HOLD is a folder. A command `forge NAME` for which it holds NAME-hold leaves NAME-waiting there
@@ -28,7 +30,7 @@ def _arm() -> None:
     spec = Path(sys.orig_argv[-1])  # RUN/.launch/ID/spec.json
     task = json.loads(spec.read_text())["task"]
     if task["name"] == "train":
-        steps = {int(step) for step in os.environ["FORGE_TEST_PAUSE"].split(",")}
+        steps = {int(step) for step in os.environ["FORGE_TEST_PAUSE"].split(",") if step}
         failpoints.hook = Pause(steps, task["step"], spec.parents[2] / ".pause")
 
 
@@ -37,9 +39,12 @@ class Pause:
 
     def __init__(self, before_steps: set[int], done: int, folder: Path) -> None:
         self._before_steps, self._done, self._folder = before_steps, done, folder
+        self._pace_sec = float(os.environ.get("FORGE_TEST_PACE", "0"))
 
     def __call__(self, point: str, _path: Path | None) -> None:
         self._done += point == "data.read"
+        if point == "data.read" and self._pace_sec and not (self._folder / "pace-over").exists():
+            time.sleep(self._pace_sec)
         if point == "data.read" and self._done in self._before_steps:
             self._wait(self._folder / str(self._done), f"{os.uname().nodename}-{os.getpid()}")
 
@@ -57,6 +62,13 @@ class Pause:
             raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
 
+def _set_clock(node: str, ahead_sec: float) -> None:
+    """time.time of processes on a node whose clock is ahead; files keep their times, of their server."""
+    if os.uname().nodename == node:
+        right = time.time
+        time.time = lambda: right() + ahead_sec
+
+
 def _hold(folder: Path) -> None:
     words = [Path(word).name for word in sys.orig_argv]
     name = words[words.index("forge") + 1] if "forge" in words[:-1] else ""
@@ -66,6 +78,9 @@ def _hold(folder: Path) -> None:
             time.sleep(0.02)
 
 
+if "FORGE_TEST_CLOCK" in os.environ:
+    _node, _ahead = os.environ["FORGE_TEST_CLOCK"].split("=")
+    _set_clock(_node, float(_ahead))
 if "FORGE_TEST_HOLD" in os.environ:
     _hold(Path(os.environ["FORGE_TEST_HOLD"]))
 if "FORGE_TEST_PAUSE" in os.environ:
