@@ -31,12 +31,10 @@ reproduce: train
 	$(BIN)/forge reproduce build/base --checkpoints results/base
 
 # A test that ends its worker ends the run: on a new worker its file would start again, up to twelve times.
-# More processes than the two cores of CI: tests wait, those on Slurm more than they compute. Files in the order of
-# tests/support/circles.py, long ones first.
+# One process more than the cores of CI: tests wait. With four, each test took 28 % longer, and all of them as long.
+# Files in the order of tests/support/circles.py, long ones first.
 pytest = $(BIN)/python -m pytest -n $(processes) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 processes := 3
-# Two thirds of `all` are stories on Slurm.
-test-all test-others: processes := 4
 # Checks of a GPU run where they can on a CPU, at a small size.
 test test-all test-tools test-others test-weekly test-times: export FORGE_GPU_CHECKS := cpu
 # Images of containers often set it: each of a thousand processes would compile changed modules again.

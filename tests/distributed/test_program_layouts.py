@@ -48,7 +48,7 @@ def lab_run(tmp_path):
 
 @pytest.mark.parametrize(
     ("lab", "arguments"),
-    [("kempnerforge", ["--async-save"]), ("torchtitan", [])],
+    [("kempnerforge", ["--async-save"]), pytest.param("torchtitan", [], marks=pytest.mark.weekly)],
 )
 def test_kill_in_a_save_is_resumed_from_the_checkpoint_before(lab_run, tmp_path, lab, arguments):
     run = lab_run(lab, *arguments, "--kill-in-save=10", f"--once={tmp_path / 'once'}")

@@ -82,6 +82,7 @@ def test_compile_without_a_compiler_warns_and_trains(runs, solo, tmp_path, monke
     assert losses_of(run) == {step: losses_of(solo)[step] for step in (1, 2)}
 
 
+@pytest.mark.weekly
 def test_run_that_began_compiled_is_refused_where_it_cannot_be_until_the_key_is_changed(
     runs, tmp_path, monkeypatch
 ):

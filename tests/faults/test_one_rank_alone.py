@@ -29,7 +29,7 @@ def test_all_ranks_resume_from_the_checkpoint_that_rank_0_sees(resumable, uninte
     assert run.story() == uninterrupted(2)
 
 
-@pytest.mark.timeout(540)
+@pytest.mark.weekly
 def test_compiler_that_fails_on_one_replica_leaves_all_uncompiled_and_waits_for_nobody(
     runs, uninterrupted
 ):

@@ -29,7 +29,6 @@ def interruptions(draw: st.DrawFn, ranks: int) -> Fault:
     return Fault(draw(st.sampled_from(sorted(INTERRUPTIONS))), point, at=at, rank=rank)
 
 
-@pytest.mark.timeout(580)
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_random_interruptions_change_nothing(ranks, part, session_runs, uninterrupted):

@@ -156,6 +156,7 @@ def test_trainer_loses_nothing_to_a_signal_and_at_most_an_interval_to_a_power_cu
         assert json_lines.read(run.paths.monitor / f"{host}.jsonl")
 
 
+@pytest.mark.weekly
 def test_lab_resumes_on_nodes_that_get_its_checkpoint(
     new_lab: Callable[[str], LoneRun], cluster: Cluster
 ) -> None:

@@ -74,7 +74,6 @@ def shape(line: str) -> str:
 
 
 @pytest.mark.weekly
-@pytest.mark.timeout(900, func_only=True)
 def test_commands_of_the_readme_train_as_they_are_written(
     exclusive_cluster: Cluster, copy: Path
 ) -> None:

@@ -57,14 +57,13 @@ def test_ranks_leave_silent_nodes_before_slurm_has_noticed_first_for_a_spare_the
 # Seconds for which the controller is away: a restart, and one that takes longer than srun waits for it.
 # The second one takes minutes: FORGE_ABSENCES=all (make absences).
 ABSENCES = [
-    3,
+    pytest.param(3, marks=pytest.mark.weekly),
     pytest.param(
         22,
         marks=[
             pytest.mark.skipif(
                 os.environ.get("FORGE_ABSENCES") != "all", reason="FORGE_ABSENCES=all"
             ),
-            pytest.mark.timeout(900, func_only=True),
         ],
     ),
 ]

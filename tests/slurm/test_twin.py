@@ -245,7 +245,6 @@ def test_profile_that_is_made_in_the_twin_is_that_of_the_file(name: str) -> None
             assert yaml.safe_load(here.read_text()) == yaml.safe_load(there.read_text())
 
 
-@pytest.mark.timeout(600, func_only=True)
 def test_profile_of_a_site_passes_its_preflight_on_the_twin_by_the_commands_of_the_page(
     cluster: Cluster, project: Path
 ) -> None:

@@ -98,6 +98,7 @@ def assert_each_on_its_interface(run: Progress, cluster: Cluster) -> None:
     assert [decoy_packets(cluster, node) for node in cluster.nodes] == [0] * 6
 
 
+@pytest.mark.weekly
 def test_lab_passes_preflight_trains_and_is_validated_at_an_exported_address(
     cluster: Cluster, shared_folder: Path, run_lab: Callable[..., tuple[Progress, str]]
 ) -> None:

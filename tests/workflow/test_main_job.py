@@ -9,8 +9,6 @@ from support.clone import REPOSITORY
 from forge.core.files import read_json
 from forge.core.provenance import cpu_id
 
-pytestmark = pytest.mark.timeout(620)  # 1.5 minutes alone; other tests share the cores
-
 
 @pytest.fixture(scope="module")
 def trained(shared_project):
