@@ -461,6 +461,8 @@ def verify(
     check_export(folder, links)
     certified = check_certificate(certificate, data, certifier) if certificate else ""
     say(f"  ok    files: {files}, {size / 1e6:,.1f} MB, as the statement says")
+    if of_git := [name for name in OF_GIT if os.path.lexists(folder / name)]:
+        say(f"  note  not verified, as files of git and no part of the model: {', '.join(of_git)}")
     say(f"  ok    chain: {' > '.join(links)}")
     say(f"  {'ok  ' if key else 'note'}  signature: {printable(signature)}")
     if certified:

@@ -444,6 +444,20 @@ def test_links_pipes_and_hidden_directories_are_refused(export, tmp_path):
     assert "'.cache/x' is not in the statement" in refusal(export)
 
 
+def test_files_of_git_are_said_to_be_unverified_and_of_no_other_folder_left_out(export, capsys):
+    verify.verify(export)
+    assert "git" not in capsys.readouterr().out
+    (export / ".git").mkdir()
+    (export / ".git/config").touch()
+    (export / ".gitattributes").touch()
+    verify.verify(export)
+    said = capsys.readouterr().out
+    assert "not verified, as files of git and no part of the model: .git, .gitattributes\n" in said
+    (export / "more/.git").mkdir(parents=True)
+    (export / "more/.git/x").touch()
+    assert "'more/.git/x' is not in the statement" in refusal(export)
+
+
 def test_statement_that_is_a_link_or_a_pipe_is_refused(export, tmp_path):
     path = export / verify.STATEMENT
     outside = shutil.move(path, tmp_path / "elsewhere")
