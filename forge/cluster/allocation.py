@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forge.cluster import exclude, jobs, slurm
+from forge.cluster import exclude, jobs, network, slurm
 from forge.cluster.placement import WorldLayout, check_layouts, refuse_ranks_of_single
 from forge.cluster.sbatch import slurm_extra
 from forge.core.config import Config
 from forge.core.errors import ConfigError, TrainingError
 from forge.core.machine import Machine, load_machine
 from forge.core.paths import RunPaths, shipped
+from forge.core.terminal import say
 
+LOCAL = "local"  # Snakemake's executor on this machine
 LOCAL_MACHINE = "profiles/local/machine.yaml"  # without a profile
 # Keys of --config that are not config keys: the allocation of this one command -> its resource.
 OF_COMMAND = {
@@ -55,6 +57,9 @@ class Allocation:
         self._named = self.given.get("machine") or profile.machine
         machine = self._named or os.path.relpath(shipped() / LOCAL_MACHINE)
         self.machine: Machine = load_machine(machine)
+        if profile.executor == LOCAL:
+            resources = {**resources, **self._one_rank_a_gpu()}
+            self.given = {name: plain(value) for name, value in resources.items()}
         self._made: dict[str, dict[str, Any]] = {}  # run -> resources
         known = {**self.given, **next(iter(layouts.values()), {})}
         of_profile = {**held_allocation(known, self.machine), **self.given}
@@ -67,6 +72,18 @@ class Allocation:
         self.of_profile = {**alike, "machine": machine}
         """What the profile sets for all runs alike, and the machine, which the Snakemake inside a job
         reads here. The rest must not be in Snakemake's settings, where it would win over the rule's."""
+
+    def _one_rank_a_gpu(self) -> dict[str, Any]:
+        """Fewer ranks where the profile asks for more than this machine has GPUs, which is said; {} where
+        it has none or enough. Ranks that the sheet or --config asks for are refused instead."""
+        ranks, gpus = self.given.get("tasks_per_node", 1), network.usable_gpus()
+        alone = self.given.get("nodes", 1) == 1 and slurm.this_job_id() is None
+        if not alone or self.machine.device == "cpu" or not 0 < gpus < ranks:
+            return {}
+        say(
+            f"train_run: {gpus} of {ranks} ranks (tasks_per_node), one for each GPU of this machine"
+        )
+        return {"tasks_per_node": gpus}
 
     @property
     def whole(self) -> dict[str, Any]:

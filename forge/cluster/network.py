@@ -256,6 +256,15 @@ def count_gpus() -> int:
     return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.is_char_device()])
 
 
+def usable_gpus() -> int:
+    """Those of them that CUDA_VISIBLE_DEVICES shows to this process; MIG slices where it names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return count_gpus()
+    shown = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
+    return len(shown) if mig_slices() else min(len(shown), count_gpus())
+
+
 def mig_slices() -> list[str]:
     """MIG slices of GPUs that CUDA_VISIBLE_DEVICES names, as Slurm sets it; [] where it names GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")

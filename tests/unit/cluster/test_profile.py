@@ -1,10 +1,12 @@
 """What a command takes from its profile, by its own parser: all of it, and the machine beside it."""
 
 import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
 
+from forge.cluster import network
 from forge.cluster.allocation import Allocation, Profile
 from forge.core.config import Config
 from forge.core.errors import ConfigError
@@ -213,3 +215,48 @@ def test_plugin_is_refused_where_the_profile_could_not_be_read():
     with pytest.raises(ConfigError, match="executor slurm"):
         Profile(executor="slurm").refuse_plugin()
     Profile(executor="forge").refuse_plugin()
+
+
+# --- ranks and the GPUs of this machine ------------------------------------------------------------
+
+
+@pytest.fixture
+def on_machine(folder, monkeypatch, capsys):
+    """on_machine(1): ranks of the shipped local profile on a machine with a GPU, and what was said."""
+    for name in ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    shutil.copytree(shipped() / "profiles/local", folder / "profiles/local", dirs_exist_ok=True)
+
+    def ranks(gpus, *words):
+        monkeypatch.setattr(network, "count_gpus", lambda: gpus)
+        made = allocation("--profile", "profiles/local", *words)
+        assert made.layout("base").world_size == made.of_profile["tasks_per_node"]
+        return made.layout("base").world_size, capsys.readouterr().err
+
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "ranks"),
+    [(0, None, 2), (1, None, 1), (2, None, 2), (8, None, 2), (8, "3", 1), (8, "", 2), (1, "-1", 2)],
+)
+def test_local_profile_has_no_more_ranks_than_gpus_and_says_so(
+    on_machine, monkeypatch, gpus, visible, ranks
+):
+    """Without a visible one there are as many as asked: they are refused, or train on the CPU."""
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found, said = on_machine(gpus)
+    assert found == ranks
+    assert ("1 of 2 ranks (tasks_per_node), one for each GPU" in said) == (ranks == 1)
+
+
+def test_ranks_are_as_asked_on_cpus_in_a_job_and_by_another_executor(on_machine, monkeypatch):
+    assert on_machine(1, "--executor", "dryrun")[0] == 2
+    with monkeypatch.context() as patch:
+        patch.setenv("SLURM_JOB_ID", "7")
+        assert on_machine(1)[0] == 2
+    with open("profiles/local/machine.yaml", "a") as file:
+        file.write("device: cpu\n")
+    found, said = on_machine(1)
+    assert (found, "GPU" in said) == (2, False)
