@@ -7,6 +7,7 @@ import json
 import os
 import re
 import selectors
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ _OF_DISK = re.compile(
     r"No space left on device|Read-only file system|Input/output error|GiB free"
     r"|REQUEST_FILE_BCAST|sbcast: Unspecified error"
 )
+KILLED = 128 + signal.SIGKILL  # the exit status of srun where its task was killed
 ANSWER_SEC = 20.0  # for a node to start a process that does nothing
 ASKED_AT_ONCE = 32
 
@@ -68,7 +70,8 @@ class NodePool:
 
     Each agent is started by an srun of its own, so that a dead or frozen node delays no other; without
     srun where the placement is this host alone. The response of an agent that has not started within
-    `start_sec` (START_SEC at least, in a container), or has ended, is that NodeFailure, at once. Raises
+    `start_sec` (START_SEC at least, in a container), or has ended, is that NodeFailure, at once. One that
+    was killed is started again, once for each request: that is no evidence about its node. Raises
     SlurmSilent where Slurm itself starts none.
     """
 
@@ -84,7 +87,7 @@ class NodePool:
 
     def __enter__(self) -> Self:
         try:
-            self._start()
+            self._start(self.placement.hosts)
         except BaseException:
             self._end()
             raise
@@ -100,16 +103,37 @@ class NodePool:
         timeout_sec: float,
         hosts: Collection[str] | None = None,
         each: Mapping[str, Mapping[str, Any]] | None = None,
+        again: bool = True,
         **arguments: Any,
     ) -> dict[str, T | NodeFailure]:
         """What the function gives on each host, in the placement's order, within `timeout_sec`.
 
         request: one of forge.node_agent.REQUESTS. hosts: None for all. each: more arguments, by host.
-        Several threads may ask, each of them other hosts.
+        again: whether a new agent is asked, in the same time again, where the agent was killed; False for
+        a request that leaves something in the agent. Several threads may ask, each of them other hosts.
+        Raises SlurmSilent where Slurm itself starts no new agent.
         """
+        wanted = [host for host in self.placement.hosts if hosts is None or host in hosts]
+        answers = self._ask(request, timeout_sec, wanted, each, arguments)
+        killed = [host for host in wanted if again and self._members[host].was_killed]
+        if killed:
+            for host in killed:
+                self._members[host].release()
+            self._start(killed)
+            answers |= self._ask(request, timeout_sec, killed, each, arguments)
+        return answers
+
+    def _ask(
+        self,
+        request: Callable[..., T],
+        timeout_sec: float,
+        wanted: Sequence[str],
+        each: Mapping[str, Mapping[str, Any]] | None,
+        arguments: Mapping[str, Any],
+    ) -> dict[str, T | NodeFailure]:
+        """As `ask`, once."""
         name = request.__name__
         number = self._asked = self._asked + 1  # of each host's requests, each number once
-        wanted = [host for host in self.placement.hosts if hosts is None or host in hosts]
         for host in wanted:
             values = {**arguments, **(each or {}).get(host, {})}
             self._members[host].put(number, name, values)
@@ -119,11 +143,11 @@ class NodePool:
         taken = {host: self._members[host].take(number, late) for host in wanted}
         return {host: _typed(request, response) for host, response in taken.items()}
 
-    def _start(self) -> None:
-        """Start the agents; again where Slurm itself is the reason that there is none. Raises SlurmSilent
-        when it stays that."""
+    def _start(self, hosts: Collection[str]) -> None:
+        """Start the agents of these hosts; again where Slurm itself is the reason that there is none.
+        Raises SlurmSilent when it stays that."""
         patience = slurm.Patience("asking the nodes")
-        errors = self._start_on(self.placement.hosts)
+        errors = self._start_on(hosts)
         while errors:
             error = next(iter(errors.values()))
             if not patience.again(error):
@@ -138,7 +162,7 @@ class NodePool:
         fails otherwise is given up."""
         for host in hosts:
             self._members[host] = _Member(self._command(host), self.placement)
-        answers = self.ask(hello, timeout_sec=self._start_sec, hosts=list(hosts))
+        answers = self._ask(hello, self._start_sec, list(hosts), None, {})
         failures = {h: a for h, a in answers.items() if isinstance(a, NodeFailure)}
         errors = {host: self._members[host].error() for host in failures}
         if self.placement.job and not all(errors.values()):
@@ -249,6 +273,7 @@ class _Member:
         self._outbox, self._inbox = b"", b""
         self._responses: dict[int, Any] = {}  # JSON values, or NodeFailures
         self._gone: NodeFailure | None = None
+        self._has_responded = False
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -267,6 +292,12 @@ class _Member:
         if self._gone is None:
             message = {"id": number, "do": request, "with": to_jsonable_python(values)}
             self._outbox += json.dumps(message, allow_nan=False).encode() + b"\n"
+
+    @property
+    def was_killed(self) -> bool:
+        """Whether its process has responded to a request, and then ended by a signal (137: of srun)."""
+        ended = self._process.poll()
+        return self._has_responded and ended is not None and (ended < 0 or ended == KILLED)
 
     def is_waiting_for(self, number: int) -> bool:
         return self._gone is None and number not in self._responses
@@ -291,6 +322,7 @@ class _Member:
             if not line.startswith(b'{"id"'):
                 continue  # output of a site's task prolog
             reply = json.loads(line)
+            self._has_responded = True
             self._responses[reply["id"]] = (
                 NodeFailure(reply["error"], reply["cause"], reply["fix"])
                 if "error" in reply

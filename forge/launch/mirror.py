@@ -114,7 +114,7 @@ class Mirror:
         }
         here = link_mirror(**keys, run=self._paths.root)
         answers = self._pool.ask(
-            begin_mirror, timeout_sec=BEGIN_SEC, **keys, checkpoint=self._checkpoint
+            begin_mirror, timeout_sec=BEGIN_SEC, again=False, **keys, checkpoint=self._checkpoint
         )
         failures = {host: a for host, a in answers.items() if isinstance(a, NodeFailure)}
         if failures:

@@ -121,6 +121,7 @@ class MirroredNode:
             piece = self.pool.ask(
                 mirror_piece,
                 timeout_sec=SILENT_SEC,
+                again=False,
                 hosts=[self.host],
                 folder=self.folder,
                 name=name,
@@ -139,6 +140,7 @@ class MirroredNode:
         answer = self.pool.ask(
             mirror_round,
             timeout_sec=SILENT_SEC,
+            again=False,
             hosts=[self.host],
             folder=self.folder,
             launch=self.arrivals.files.launch,

@@ -240,7 +240,9 @@ def _connect_all(
 ) -> Links:
     """Have every node connect to every other node. A node that cannot take part gets a failed check."""
     by_name = {node.name: node for node in nodes}
-    listening = pool.ask(listen, hosts=by_name, timeout_sec=sec, machine=machine, master=master)
+    listening = pool.ask(
+        listen, hosts=by_name, timeout_sec=sec, again=False, machine=machine, master=master
+    )
     listeners = _without_failed(listening, by_name)
     if len(listeners) < 2:
         return {}

@@ -328,10 +328,11 @@ def _copy_file(source: Path, target: Path) -> None:
 
 
 def begin(*, temporary: str) -> None:
-    """Make an empty directory for incoming files."""
+    """Make an empty directory for incoming files, also where an agent was killed that had made it."""
     folder = Path(temporary)
     with disk_trouble(folder):
         folder.parent.mkdir(mode=0o700, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(mode=0o700)
         (folder / CHUNKS).mkdir()
 
@@ -386,10 +387,14 @@ def _extract(tar: tarfile.TarFile, path: Path, folder: Path) -> None:
 
 
 def finish(*, kind: Kind, temporary: str, folder: str, digest: str) -> None:
-    """Verify every digest, then rename the directory to its final name. Raises DataError."""
+    """Verify every digest, then rename the directory to its final name; an agent that was killed may have
+    done part of it. Raises DataError."""
     arrived, target = Path(temporary), Path(folder)
+    if not arrived.exists() and _came_meanwhile(kind, target, digest):
+        return
     try:
-        (arrived / CHUNKS).rmdir()
+        with contextlib.suppress(FileNotFoundError):
+            (arrived / CHUNKS).rmdir()
         files = open_copy(kind, arrived)
         if files.digest != digest:
             raise DataError(f"{arrived} has digest {files.digest[:12]}…, not {digest[:12]}…")

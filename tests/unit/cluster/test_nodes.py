@@ -30,6 +30,24 @@ JUST_STARTED = (
 CHATTY = ["sh", "-c", f'echo "Welcome to this site"; exec {sys.executable} -m forge.node_agent']
 
 
+# Killed by the first request but for `hello`, in as many starts as its second argument says.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from forge import node_agent
+starts = Path(sys.argv[1])
+with open(starts, "a") as file:
+    file.write("x")
+respond = node_agent.respond
+def until_killed(line):
+    if '"hello"' not in line and len(starts.read_text()) <= int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return respond(line)
+node_agent.respond = until_killed
+node_agent.main()
+"""
+
+
 @pytest.fixture
 def pool_of(monkeypatch):
     """pool_of(a=NODE, b=FROZEN): hosts a and b, each answered for by a local process."""
@@ -81,6 +99,34 @@ def test_node_that_freezes_later_misses_only_its_own_deadline(pool_of):
         late = both.ask(on_node.begin, timeout_sec=5, temporary="/proc/no")["b"]
         assert isinstance(late, NodeFailure)
         assert both.ask(hello, timeout_sec=5)["b"].pid == frozen
+
+
+@pytest.mark.parametrize(("kills", "again", "starts"), [(1, True, 2), (9, True, 2), (1, False, 1)])
+def test_killed_agent_is_asked_once_more_and_blames_no_node(
+    pool_of, tmp_path, kills, again, starts
+):
+    killed = [sys.executable, "-c", KILLED, str(tmp_path / "starts"), str(kills)]
+    with pool_of(a=NODE, b=killed) as both:
+        before = both.ask(hello, timeout_sec=20)["a"].pid
+        each = {name: {"temporary": str(tmp_path / name / "new")} for name in "ab"}
+        found = both.ask(on_node.begin, timeout_sec=20, again=again, each=each)
+        assert both.ask(hello, timeout_sec=20)["a"].pid == before
+        later = both.ask(hello, timeout_sec=20)["b"]
+    assert found["a"] is None
+    if (kills, again) == (1, True):
+        assert found["b"] is None and later.host == hostname()
+    else:
+        assert found["b"].message.startswith("its process ended: ")
+    assert len((tmp_path / "starts").read_text()) >= starts
+
+
+def test_agent_that_was_killed_between_two_requests_is_started_again(pool_of):
+    with pool_of(a=NODE, b=NODE) as both:
+        first = both.ask(hello, timeout_sec=20)
+        os.kill(first["b"].pid, signal.SIGKILL)
+        second = both.ask(hello, timeout_sec=20)
+    assert second["a"] == first["a"]
+    assert second["b"].pid != first["b"].pid
 
 
 def test_error_of_a_node_comes_with_cause_and_fix(pool_of, tmp_path):

@@ -262,7 +262,7 @@ class Connection:
     def __init__(self):
         self.broken = {}
 
-    def ask(self, request, *, timeout_sec, hosts, **arguments):
+    def ask(self, request, *, timeout_sec, again, hosts, **arguments):
         if (name := request.__name__) in self.broken:
             return {hosts[0]: self.broken[name]}
         return {hosts[0]: request(**arguments)}
