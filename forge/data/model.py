@@ -307,10 +307,10 @@ def _names_in(index: Path) -> list[str]:
     """The files that an index names. DataError where the file is not such an index."""
     values = read_json(index)
     places = values.get("weight_map") if isinstance(values, dict) else None
-    names = sorted(set(places.values())) if isinstance(places, dict) else []
-    if not names or any(not isinstance(n, str) or not _is_plain(n) for n in names):
+    names = list(places.values()) if isinstance(places, dict) else []
+    if not names or not all(isinstance(name, str) and _is_plain(name) for name in names):
         raise DataError(f"{index} lists no files in its weight_map: {json.dumps(names)[:100]}")
-    return names
+    return sorted(set(names))
 
 
 def _is_plain(name: str) -> bool:

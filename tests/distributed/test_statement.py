@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import mutations
 from support.live_run import TWO_RANKS, Run, forge
 from support.statements import make_consistent
 
@@ -628,3 +629,18 @@ def test_key_is_private_never_replaced_and_never_in_a_run(trained, keys):
     outcome = forge("key", str(trained.folder / "key"))
     assert (outcome.code, "published" in outcome.text) == (78, True)
     assert not (trained.folder / "key").exists()
+
+
+def test_fuzzed_export_is_refused_or_as_it_was(signed, tmp_path):
+    """tests/support/mutations.py: no traceback, no hang, no memory beyond 2 GiB; nothing that was changed
+    is verified."""
+
+    def read(folder):
+        verify.verify(folder, say=lambda line: None)
+        names = set(verify.files_in(signed)) - {*verify.SIGNATURES}
+        assert [
+            name for name in names if digest_file(folder / name) != digest_file(signed / name)
+        ] == []
+
+    ends = mutations.try_all(signed, tmp_path / "work", read, verify.VerificationError)
+    assert ends["refused"] > mutations.COUNT / 2, ends

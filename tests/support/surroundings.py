@@ -28,7 +28,7 @@ OF_USER = re.compile(
 )
 OF_GPU = re.compile(r"(CUDA|NVIDIA|NCCL|GLOO)_")  # a site's own, with which its GPUs work
 STEERING = re.compile(
-    r"FORGE_(TEST_|GPU_|FAULTS|LABS|ABSENCES$|SLURM_DIR$|RENEW_SITES$|STORM_)|GIT_SSL|GIT_SSH"
+    r"FORGE_(TEST_|GPU_|FAULTS|FUZZ|LABS|ABSENCES$|SLURM_DIR$|RENEW_SITES$|STORM_)|GIT_SSL|GIT_SSH"
 )
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
 # Where a run, a user or `make` writes. Other files are a developer's, who may edit them meanwhile.

@@ -14,12 +14,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
+from support import mutations
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from forge.checkpoint.pickled_index import UnknownIndexError, read_pickled_index
 from forge.checkpoint.program_tensors import floating_parts
-from forge.core.errors import DataError
+from forge.core.errors import DataError, ForgeError
 
 STATE = {
     "model": {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)},
@@ -337,3 +338,14 @@ def test_random_edits_of_an_index_are_read_or_bad_data_and_nothing_else(folder):
             refused += 1
     assert refused > 100
     assert str(Path("/x/y")) == "/x/y"
+
+
+def test_fuzzed_checkpoint_of_another_program_is_read_or_refused(folder, tmp_path):
+    """tests/support/mutations.py: no traceback, no hang, no memory beyond 2 GiB."""
+
+    def read(saved):
+        for part in floating_parts(saved):
+            part.is_finite()
+
+    ends = mutations.try_all(folder, tmp_path / "work", read, ForgeError)
+    assert min(ends["taken"], ends["refused"]) > mutations.COUNT / 20, ends

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support import mutations
 from support.pretrained import config_of, loaded, random_model, save
 from transformers import AutoModelForCausalLM
 
 from forge.core.config import ResolvedConfig
-from forge.core.errors import ConfigError, DataError
+from forge.core.errors import ConfigError, DataError, ForgeError
 from forge.core.models.llama import Llama
 from forge.data import model
 from forge.data.content_ids import resolve
@@ -232,3 +233,17 @@ def test_keys_of_another_shape_than_that_of_the_weights_are_named(tmp_path, keys
         with_pretrained(config_of(tmp_path, model={"init": {"path": str(tmp_path)}, **keys}))
     mine = {"init": {"path": str(tmp_path)}, "dropout": 0.1}
     assert with_pretrained(config_of(tmp_path, model=mine)).model.dropout == 0.1
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+def test_fuzzed_weights_are_read_or_refused(name, tmp_path):
+    """tests/support/mutations.py: no traceback, no hang, no memory beyond 2 GiB."""
+
+    def read(folder):
+        config = resolved(folder)
+        pretrained.make_model(config)
+        loaded(config.model, pretrained.manifest_of(config).paths)
+
+    weights = save(random_model(name), tmp_path / "weights", files=2)
+    ends = mutations.try_all(weights, tmp_path / "work", read, ForgeError)
+    assert min(ends["taken"], ends["refused"]) > mutations.COUNT / 20, ends
