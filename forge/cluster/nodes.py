@@ -35,7 +35,6 @@ _OF_DISK = re.compile(
     r"No space left on device|Read-only file system|Input/output error|GiB free"
     r"|REQUEST_FILE_BCAST|sbcast: Unspecified error"
 )
-KILLED = 128 + signal.SIGKILL  # the exit status of srun where its task was killed
 ANSWER_SEC = 20.0  # for a node to start a process that does nothing
 ASKED_AT_ONCE = 32
 
@@ -87,7 +86,7 @@ class NodePool:
 
     def __enter__(self) -> Self:
         try:
-            self._start(self.placement.hosts)
+            self._start()
         except BaseException:
             self._end()
             raise
@@ -111,17 +110,14 @@ class NodePool:
         request: one of forge.node_agent.REQUESTS. hosts: None for all. each: more arguments, by host.
         again: whether a new agent is asked, in the same time again, where the agent was killed; False for
         a request that leaves something in the agent. Several threads may ask, each of them other hosts.
-        Raises SlurmSilent where Slurm itself starts no new agent.
         """
         wanted = [host for host in self.placement.hosts if hosts is None or host in hosts]
         answers = self._ask(request, timeout_sec, wanted, each, arguments)
         killed = [host for host in wanted if again and self._members[host].was_killed]
-        if killed:
-            for host in killed:
-                self._members[host].release()
-            self._start(killed)
-            answers |= self._ask(request, timeout_sec, killed, each, arguments)
-        return answers
+        for host in killed:
+            self._members[host].release()
+            self._members[host] = _Member(self._command(host), self.placement)
+        return answers | self._ask(request, timeout_sec + self._start_sec, killed, each, arguments)
 
     def _ask(
         self,
@@ -143,11 +139,11 @@ class NodePool:
         taken = {host: self._members[host].take(number, late) for host in wanted}
         return {host: _typed(request, response) for host, response in taken.items()}
 
-    def _start(self, hosts: Collection[str]) -> None:
-        """Start the agents of these hosts; again where Slurm itself is the reason that there is none.
-        Raises SlurmSilent when it stays that."""
+    def _start(self) -> None:
+        """Start the agents; again where Slurm itself is the reason that there is none. Raises SlurmSilent
+        when it stays that."""
         patience = slurm.Patience("asking the nodes")
-        errors = self._start_on(hosts)
+        errors = self._start_on(self.placement.hosts)
         while errors:
             error = next(iter(errors.values()))
             if not patience.again(error):
@@ -162,7 +158,7 @@ class NodePool:
         fails otherwise is given up."""
         for host in hosts:
             self._members[host] = _Member(self._command(host), self.placement)
-        answers = self._ask(hello, self._start_sec, list(hosts), None, {})
+        answers = self.ask(hello, timeout_sec=self._start_sec, hosts=list(hosts))
         failures = {h: a for h, a in answers.items() if isinstance(a, NodeFailure)}
         errors = {host: self._members[host].error() for host in failures}
         if self.placement.job and not all(errors.values()):
@@ -273,7 +269,6 @@ class _Member:
         self._outbox, self._inbox = b"", b""
         self._responses: dict[int, Any] = {}  # JSON values, or NodeFailures
         self._gone: NodeFailure | None = None
-        self._has_responded = False
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -295,9 +290,8 @@ class _Member:
 
     @property
     def was_killed(self) -> bool:
-        """Whether its process has responded to a request, and then ended by a signal (137: of srun)."""
-        ended = self._process.poll()
-        return self._has_responded and ended is not None and (ended < 0 or ended == KILLED)
+        """Whether its process was killed, or its srun, or the task of that."""
+        return self._process.poll() in (-signal.SIGKILL, 128 + signal.SIGKILL)
 
     def is_waiting_for(self, number: int) -> bool:
         return self._gone is None and number not in self._responses
@@ -322,7 +316,6 @@ class _Member:
             if not line.startswith(b'{"id"'):
                 continue  # output of a site's task prolog
             reply = json.loads(line)
-            self._has_responded = True
             self._responses[reply["id"]] = (
                 NodeFailure(reply["error"], reply["cause"], reply["fix"])
                 if "error" in reply

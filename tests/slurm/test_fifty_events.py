@@ -38,6 +38,7 @@ SEED = int(os.environ.get("FORGE_STORM_SEED") or 1)
 GOAL, INTERVAL = 4000, 40
 PACE_SEC = 0.4  # of a step, until the storm is over
 TRAINS_AGAIN_SEC = 300.0
+ONE_AT_A_TIME = threading.Lock()  # both projects have the same daemons
 
 pytestmark = [pytest.mark.weekly, pytest.mark.timeout(7200, func_only=True)]
 
@@ -161,9 +162,10 @@ def kill_node_agent(struck: Struck, ranks: list[psutil.Process]) -> faults.Repai
 
 def suspend(struck: Struck) -> None:
     job = struck.job
-    struck.cluster.run("scontrol", "suspend", job)
-    time.sleep(25)
-    struck.cluster.run("scontrol", "resume", job)
+    with ONE_AT_A_TIME:  # resumed while slurmctld is there
+        struck.cluster.run("scontrol", "suspend", job)
+        time.sleep(25)
+        struck.cluster.run("scontrol", "resume", job)
 
 
 def slow(struck: Struck) -> None:
@@ -171,9 +173,6 @@ def slow(struck: Struck) -> None:
     struck.cluster.slow_link(name, 1)
     time.sleep(15)
     struck.cluster.full_speed(name)
-
-
-ONE_AT_A_TIME = threading.Lock()  # both projects have the same daemons
 
 
 def away(*daemons: str) -> Callable[[Struck], None]:
@@ -207,7 +206,7 @@ def ask(struck: Struck) -> None:
 
 def validate_beside(struck: Struck) -> None:
     """Another command that checks a checkpoint, exports one and starts the run again, while it trains."""
-    done = struck.own.run("validate", "results/base", "--depth=digests")
+    done = struck.own.run("validate", "results/base", "--validate.depth=digests")
     assert done.returncode in (0, 69), done.stderr
     project = struck.own.project
     target = project.folder / f"export-{time.monotonic_ns()}"
@@ -277,7 +276,7 @@ def storm(struck: Struck, kinds: list[str]) -> None:
                 struck.restart(RESTARTS[kind])
             else:
                 struck.go_on(GOES_ON[kind])
-        except (ClusterError, IndexError, psutil.NoSuchProcess) as err:
+        except (ClusterError, AssertionError, IndexError, psutil.NoSuchProcess) as err:
             # Missed where the event of the other project came first; else a person would be needed.
             where = struck.missed if trains_soon(struck) else struck.hands
             where.append(f"{kind} at step {step}: {err}")
