@@ -268,7 +268,7 @@ def reproduction_extra(
 def _reproduction_request(
     config: ResolvedConfig, allocation: Allocation, settings: Any, *, threads: int, mem_mb: int
 ) -> Request:
-    """Of reproduce_run for this run, without the nodes that the machine excludes."""
+    """The request of reproduce_run for this run, without the nodes that the machine excludes."""
     given = of_profile(REPRODUCTION, settings)
     own = {n: plain(v) for n, v in settings.overwrite_resources.get(REPRODUCTION, {}).items()}
     of_nodes = {n: v for n, v in allocation.resources(config.run).items() if n in OF_NODES}

@@ -39,7 +39,7 @@ class Interval(Generic[Saved]):
 
     @property
     def checkpoints(self) -> list[Saved]:
-        """Those of its begin and its end that are here."""
+        """Its checkpoints, at begin and end, that are here."""
         return [one for one in (self.begin, self.end) if one]
 
 
@@ -63,7 +63,7 @@ class Coverage(Generic[Saved]):
 
     @property
     def steps(self) -> int:
-        """Of the run, up to the exported checkpoint."""
+        """Steps of the run up to the exported checkpoint."""
         return self.last - self.first
 
     def parts_in(self, intervals: Iterable[Interval[Saved]]) -> int:
@@ -74,8 +74,8 @@ class Coverage(Generic[Saved]):
         )
 
     def chance(self, draws: int) -> float:
-        """That so many draws find one part whose training was another one, wherever it is. Parts that
-        cannot be covered count as unchecked."""
+        """Probability that `draws` random intervals contain one given part that was trained otherwise.
+        Parts that cannot be covered count as unchecked."""
         if not self.intervals:
             return 0.0
         share = self.parts_in(self.intervals) / len(self.saved)

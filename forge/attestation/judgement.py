@@ -107,7 +107,7 @@ def hardware_differences(then: Lineage, now: Lineage) -> Iterator[str]:
 
 
 def _world_sizes(interval: Interval[Checkpoint], links: Links) -> set[int]:
-    """Of the launches that have trained the interval, by the statement."""
+    """World sizes of the launches that have trained the interval, by the statement."""
     launches = part(links["launches"], "launches", list)
     return {
         part(one, "world_size", int)
@@ -146,7 +146,7 @@ def _other_packages(
 
 
 def code_differences(links: Links, here: Code) -> Iterator[str]:
-    """Of Forge itself."""
+    """Differences between the code of Forge in the statement and that here."""
     stated = part(links["code"], "forge", dict)
     for key in ("version", "commit", "diff"):
         if stated.get(key) != getattr(here, key):

@@ -232,7 +232,7 @@ class ProgramRecipe:
 
 
 def _program_of_user(request: ReproduceOptions, links: Links) -> OtherProgram:
-    """That of the project's config, or of --config, for the run of the statement."""
+    """The program in the project's config, or in --config, for the run of the statement."""
     name = part(links["export"], "run", str)
     if not re.fullmatch(RUN_NAME, name):
         raise VerificationError(f"it is of a run {name!r:.80}, which is no name of a run")

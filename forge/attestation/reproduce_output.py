@@ -22,7 +22,7 @@ def print_notes(notes: Iterable[str]) -> None:
 
 
 def print_not_drawn(covers: Coverage, links: Links) -> None:
-    """That there is no time for some intervals."""
+    """Print that there is no time for some intervals."""
     number, least = len(covers.too_long), min(seconds_of(one, links) for one in covers.too_long)
     print_notes(
         [

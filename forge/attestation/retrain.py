@@ -43,7 +43,7 @@ class Recipe(Protocol[Saved]):
 
     @property
     def links(self) -> Links:
-        """Of the statement."""
+        """Links of the statement."""
 
     @property
     def cwd(self) -> Path | None:
@@ -52,7 +52,7 @@ class Recipe(Protocol[Saved]):
     # --- what there is to train again ---
 
     def checkpoints(self, run: RunPaths) -> RunCheckpoints:
-        """Those of a run that this program has trained."""
+        """Checkpoints of a run that this program has trained."""
 
     @property
     def never_made_again(self) -> frozenset[int]:
@@ -65,7 +65,8 @@ class Recipe(Protocol[Saved]):
     # --- training an interval again ---
 
     def config(self, interval: Interval[Saved], data: Path, place: Path) -> ResolvedConfig:
-        """By which the interval is trained. data: with the statement's tokens. place: for its results."""
+        """Config by which the interval is trained. data: with the statement's tokens. place: for its
+        results."""
 
     def check(self, config: ResolvedConfig, interval: Interval[Saved]) -> None:
         """VerificationError where a checkpoint of the interval was made otherwise than the statement
@@ -78,7 +79,7 @@ class Recipe(Protocol[Saved]):
         """Memory that the ranks need; 0.0 where it is not known, or that of GPUs."""
 
     def threads(self, interval: Interval[Saved]) -> int | None:
-        """Of each rank in the run; None where it is not known."""
+        """Threads of each rank in the run; None where the number is not known."""
 
     def copy(self, checkpoint: Saved, paths: RunPaths) -> None:
         """Put a checkpoint where training resumes from it. Its digests are verified when it does."""
@@ -167,7 +168,7 @@ class Retrainer(Generic[Saved]):
         return folder
 
     def ranks(self, interval: Interval[Saved]) -> int:
-        """Of the training that ended with this interval."""
+        """Ranks of the training that ended with this interval."""
         if interval.end:
             return self.recipe.world_size(interval.end)
         launches = part(self.recipe.links["launches"], "launches", list)

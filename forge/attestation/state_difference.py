@@ -67,7 +67,8 @@ def state_difference(
 
 
 def _loss_difference(made: Checkpoint, stated: Checkpoint) -> float:
-    """Of the ranks that both have: rank r computes its loss on the same samples in any world."""
+    """Largest difference of reference losses, over the ranks that both have: rank r computes its loss on
+    the same samples in any world."""
     ours, theirs = made.manifest.reference, stated.manifest.reference
     if ours.samples != theirs.samples:
         return math.inf

@@ -97,11 +97,11 @@ class Allocation:
 
     @property
     def of_nodes(self) -> dict[str, Any]:
-        """Those of them that choose the kind of the nodes, and who may use them."""
+        """Resources that choose the kind of the nodes, and who may use them."""
         return {n: v for n, v in self._resources().items() if n in OF_NODES}
 
     def resources(self, run: str) -> dict[str, Any]:
-        """Of the allocation of this run."""
+        """Resources of the allocation of this run."""
         return dict(self._made[run])
 
     def _resources(self) -> dict[str, Any]:

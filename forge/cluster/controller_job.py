@@ -207,7 +207,7 @@ class ControllerStatus:
 
 
 def statuses() -> list[ControllerStatus]:
-    """Of each controller that `read` finds, also where Slurm does not answer."""
+    """States of all controllers that `read` finds, also where Slurm does not answer."""
     found = []
     for paths in ControllerPaths.all():
         try:

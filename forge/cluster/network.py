@@ -257,7 +257,7 @@ def count_gpus() -> int:
 
 
 def usable_gpus() -> int:
-    """Those of them that CUDA_VISIBLE_DEVICES shows to this process; MIG slices where it names them."""
+    """GPUs that CUDA_VISIBLE_DEVICES shows to this process; MIG slices where it names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return count_gpus()

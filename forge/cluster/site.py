@@ -159,7 +159,7 @@ class SiteAnswers(Record):
         }
 
     def _kept(self, size: tuple[str, ...]) -> tuple[int, int, int]:
-        """Of a node of this size: cores and MB that it keeps for itself, and its threads a core."""
+        """Cores and MB that a node of this size keeps for itself, and its threads a core."""
         for line in self.answer("examples").lines:
             example = {
                 name: int(number) for name, number in re.findall(r" (\w+)=(\d+)(?= |$)", line)

@@ -133,7 +133,7 @@ class Site:
         return [place for partition in open_ones for place in self.places_in(partition)]
 
     def places_in(self, partition: Partition) -> list[Place]:
-        """Of the first account that opens the partition: one place for each kind of its nodes."""
+        """One place for each kind of the partition's nodes, of the first account that opens it."""
         association = next((a for a in self.associations if a.opens(partition)), None)
         if association is None and not self.is_open_to_all(partition):
             return []

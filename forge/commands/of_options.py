@@ -23,7 +23,7 @@ def use_settings(options: argparse.Namespace) -> None:
 
 
 def config_of(options: argparse.Namespace) -> Config:
-    """That of the command line, with its overrides."""
+    """The config that the command line names, with its overrides."""
     return load_config(options.config, options.overrides)
 
 

@@ -26,7 +26,7 @@ from forge.core.terminal import say
 
 
 def add_run_steps(subcommands: Subcommands) -> None:
-    """Of one run."""
+    """Add the subcommands that work on one run."""
     machine_options(
         subcommands.with_config("stage", _stage, "copy shards or inputs to the nodes' local disks")
     )

@@ -90,7 +90,7 @@ class ControllerPaths:
 
     @classmethod
     def all(cls) -> list[ControllerPaths]:
-        """Of each job that has a record, oldest first."""
+        """Paths of each controller job that has a record, oldest first."""
         names = [path.name.removesuffix(".json") for path in CONTROLLERS.glob("*.json")]
         ids = [name for name in names if name.isdigit()]
         return [cls(job) for job in sorted(ids, key=int)]
@@ -206,7 +206,7 @@ class RunPaths:
         return self.evaluations / f"{checkpoint_name(step)}.json"
 
     def certificate_at(self, step: int) -> Path:
-        """That the steps up to this checkpoint were trained again."""
+        """Certificate that the steps up to this checkpoint were trained again."""
         return self.certificates / f"{checkpoint_name(step)}.json"
 
     def certified_at(self, step: int) -> Path:

@@ -74,7 +74,7 @@ def list_files(settings: Tokenize, own: str = "") -> list[InputFile]:
 
 
 def local_inputs(inputs: Sequence[str]) -> list[str]:
-    """Of the names in `tokenize.inputs` those of local files that are there at the start."""
+    """Names in `tokenize.inputs` of local files that are there at the start."""
     return [name for name in inputs if not name.startswith((hub.SCHEME, RULE))]
 
 

@@ -52,7 +52,7 @@ class TextCounts(RecordPart):
 
     @property
     def lost_share(self) -> float:
-        """Of all characters."""
+        """Share of all characters that is lost."""
         return self.lost / max(1, self.characters)
 
     @property

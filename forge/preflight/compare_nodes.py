@@ -439,7 +439,7 @@ def _same_ports(node: str, facts: NodeFacts, everyone: Sequence[NodeFacts]) -> I
 
 
 def _gb_per_sec(ports: Mapping[str, str]) -> float:
-    """Of all ports together, from rates such as `400 Gb/sec (4X NDR)`."""
+    """GB/s of all ports together, from rates such as `400 Gb/sec (4X NDR)`."""
     rates = [re.match(r"[\d.]+", rate) for rate in ports.values()]
     return sum(float(rate[0]) for rate in rates if rate)
 

@@ -552,7 +552,7 @@ class _Peer:
         self._connection.sendall(data)
 
     def receive(self, wanted: int, stop: bytes = b"") -> bytes:
-        """That many bytes, or those up to `stop`. ConnectionError where the peer closes before."""
+        """Receive `wanted` bytes, or those up to `stop`. ConnectionError where the peer closes before."""
         data = b""
         while len(data) < wanted and not (stop and data.endswith(stop)):
             self._limit_wait()

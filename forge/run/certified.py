@@ -48,7 +48,7 @@ def _names(nodes: Sequence[str]) -> str:
 
 
 def wrong(found: Sequence[Certified]) -> list[Certified]:
-    """Those whose steps did not give the same result again."""
+    """Certified parts whose steps did not give the same result again."""
     return [one for one in found if one.result == "not reproduced"]
 
 

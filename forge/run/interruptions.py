@@ -108,7 +108,7 @@ def _read(paths: RunPaths) -> list[Event]:
 
 
 def _saves(log: Iterable[Event]) -> list[events.Save]:
-    """Those whose times were not edited into what no time can be."""
+    """Saves whose times were not edited into what no time can be."""
     return [
         event
         for event in log

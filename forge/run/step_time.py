@@ -61,7 +61,7 @@ WIDE = 0.45
 
 
 class Speed(NamedTuple):
-    """Of one GPU, and of its node's network: FLOP/s, and bytes/s one way."""
+    """Speed of one GPU (FLOP/s, bytes/s), and of its node's network (bytes/s one way)."""
 
     peak: float
     memory: float

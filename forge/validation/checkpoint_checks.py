@@ -56,15 +56,15 @@ class Checks(ABC):
 
     @abstractmethod
     def check_files(self) -> None:
-        """Those for which no tensor is read."""
+        """Checks for which no tensor is read."""
 
     @abstractmethod
     def check_content(self) -> None:
-        """Those that every checkpoint of a run is worth. After check_files."""
+        """Checks that run on every checkpoint. After check_files."""
 
     @abstractmethod
     def check_last(self) -> None:
-        """Those of the last checkpoint of a run alone. After check_content."""
+        """Checks of the last checkpoint of a run alone. After check_content."""
 
     @property
     @abstractmethod
@@ -123,8 +123,8 @@ class RunChecks(Protocol):
         is written unasked."""
 
     def of(self, folder: Path, goal: Trained | None) -> Checks:
-        """Of any checkpoint of the run. goal: trained.json, where it is of this checkpoint. Raises as
-        `RunCheckpoints.open_complete`."""
+        """Checks of any checkpoint of the run. goal: trained.json, where it is of this checkpoint. Raises
+        as `RunCheckpoints.open_complete`."""
 
     def of_last(self) -> tuple[Path, Checks]:
         """The checkpoint to validate, or the run where it has none that Forge knows, and its checks.
