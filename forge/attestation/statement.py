@@ -59,7 +59,21 @@ def write_statement(export: Path, saved: SavedRun) -> Path:
             (export / name).unlink(missing_ok=True)
         write_json(path, statement)
     say(f"statement {statement['predicate']['sha256'][:12]}: {path}")
+    if absolute := sorted(set(_absolute_paths(statement["predicate"]))):
+        say(
+            f"note: it has {len(absolute)} absolute paths, such as {absolute[0]}, which whoever gets the"
+            " export can read; relative ones in the config stay relative"
+        )
     return path
+
+
+def _absolute_paths(value: Any) -> Iterator[str]:
+    """Strings of a statement that are absolute paths of this machine."""
+    if isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _absolute_paths(each)
+    elif isinstance(value, str) and value.startswith("/"):
+        yield value
 
 
 def statement_of(links: Sequence[ChainLink], subjects: list[dict[str, Any]]) -> dict[str, Any]:

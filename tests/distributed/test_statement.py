@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -224,6 +225,16 @@ def test_tokens_that_are_gone_are_said_to_be_and_their_digest_stays(trained, tmp
     assert links["texts"]["files"] is None
     assert links["tokens"]["blake3"] == read_json(tmp_path / "model/forge.json")["tokens"]["digest"]
     verify.verify(tmp_path / "model")
+
+
+def test_absolute_paths_that_a_statement_publishes_are_said(trained, tiny_project, tmp_path):
+    outcome = forge("export", str(trained.folder), f"--to={tmp_path / 'model'}", trained.data)
+    assert outcome.code == 0, outcome.text
+    [named] = re.findall(r"it has (\d+) absolute paths, such as (\S+), which", outcome.text)
+    [files] = links_of(tmp_path / "model")["texts"]["files"].values()
+    paths = {file["name"] for file in files}
+    assert int(named[0]) >= len(paths)
+    assert named[1].startswith(str(tiny_project.parent))
 
 
 # --- who may believe it -----------------------------------------------------------------------------

@@ -188,8 +188,8 @@ def away(*daemons: str) -> Callable[[Struck], None]:
 
 
 def warn(struck: Struck) -> None:
-    """What Slurm sends before the time limit."""
-    struck.cluster.run("scancel", "--signal=USR1", "--batch", struck.job)
+    """What Slurm sends the steps of the job before its time limit."""
+    struck.cluster.run("scancel", "--signal=USR1", struck.job)
 
 
 def requeue_controller(struck: Struck) -> None:
