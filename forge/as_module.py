@@ -1,4 +1,4 @@
-"""What differs where the workflow is a module of a user's Snakefile: its config, its names, its start.
+"""Differences of a workflow that is a module of a user's Snakefile: its config, its names, its start.
 
 Snakemake gives a module the config of the `module` statement, renames its rules and paths where the user
 says so, and calls no `onstart` of a module.
@@ -148,7 +148,7 @@ def given_config(workflow: Any, values: dict[str, Any]) -> dict[str, Any] | None
 
 
 def _read_by_snakemake(settings: Any, files: list[str]) -> dict[str, Any]:
-    """What `configfile:` of these files makes the global `config` of a Snakefile."""
+    """The global `config` of a Snakefile, as `configfile:` of these files makes it."""
     from snakemake.common.configfile import load_configfile
     from snakemake.utils import update_config
 

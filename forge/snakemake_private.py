@@ -1,5 +1,5 @@
-"""What Forge changes inside of Snakemake (9.27). No other module reaches for what Snakemake does not
-document; tests/unit/test_snakemake_private.py fails where a release has it otherwise."""
+"""Changes that Forge makes inside of Snakemake (9.27). No other module reaches for what Snakemake does
+not document; tests/unit/test_snakemake_private.py fails where a release has it otherwise."""
 
 from __future__ import annotations
 

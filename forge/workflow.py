@@ -1,4 +1,5 @@
-"""What the Snakefile uses of Forge: the runs, the files that rules and jobs read, one Snakemake a run."""
+"""Functions that the Snakefile uses: the runs, the files that rules and jobs read, one Snakemake a
+run."""
 
 from __future__ import annotations
 
@@ -173,7 +174,7 @@ def read_runs(
 
 
 def _as_submitted(main: bool) -> dict[str, Any]:
-    """What `keep_for_jobs` has written for this Snakemake; {} where it reads the config itself."""
+    """Values that `keep_for_jobs` has written for this Snakemake; {} where it reads the config itself."""
     given = os.environ.get(adopt.CONTROLLED if main else SUBMITTED)
     values: dict[str, Any] = read_json(Path(given)) if given else {}
     return values
@@ -607,7 +608,7 @@ def rule_settings(
 
 
 def _of_training(config: ResolvedConfig) -> RuleSettings:
-    """What a run's training depends on."""
+    """Inputs that a run's training depends on."""
     output = RunPaths.of(config).config
     return RuleSettings.of(config.run, config.training_json(), output, read_object_or_empty(output))
 

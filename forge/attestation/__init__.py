@@ -1,1 +1,1 @@
-"""What proves a model to somebody who does not have the run: statement, signature, verification."""
+"""Proof of a model for somebody who does not have the run: statement, signature, verification."""

@@ -114,7 +114,7 @@ class EnvironmentUsed(ChainLink):
 
 
 class ParentsUsed(ChainLink):
-    """What the run began with."""
+    """Parents: the checkpoint or the weights that the run began with."""
 
     link: Literal["parents"] = "parents"
     checkpoint: ParentCheckpoint | None
@@ -161,7 +161,7 @@ class LaunchesMade(ChainLink):
 
 
 class ExportMade(ChainLink):
-    """What was exported."""
+    """The export: checkpoint, type and weights."""
 
     link: Literal["export"] = "export"
     run: str

@@ -45,10 +45,10 @@ class Interval(Generic[Saved]):
 
 @dataclass(frozen=True)
 class Coverage(Generic[Saved]):
-    """What can be checked of a run. saved: steps of all checkpoints that the statement lists up to the
-    exported one, without that of the start. can_start: whether its first step needs no other run and no
-    pretrained weights. too_long: intervals for which there is no time. exported: the exported checkpoint,
-    where it is here."""
+    """Intervals of a run that can be checked. saved: steps of all checkpoints that the statement lists up
+    to the exported one, without that of the start. can_start: whether its first step needs no other run
+    and no pretrained weights. too_long: intervals for which there is no time. exported: the exported
+    checkpoint, where it is here."""
 
     first: int
     saved: tuple[int, ...]
@@ -89,8 +89,9 @@ def coverage(
     *,
     never_made_again: Collection[int] = (),
 ) -> Coverage[Any]:
-    """What of the run of a statement can be trained again with the checkpoints of these runs, which are
-    found by their digests, in intervals that took so many seconds at most. Only manifests are read.
+    """Coverage: parts of the run of a statement that can be trained again with the checkpoints of these
+    runs, which are found by their digests, in intervals that took so many seconds at most. Only manifests
+    are read.
 
     never_made_again: steps at whose checkpoints no interval ends.
     """

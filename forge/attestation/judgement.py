@@ -25,7 +25,7 @@ TOLERANCE = {"weights": 1e-3, "loss": 1e-3}
 def judged(
     interval: Interval[Checkpoint], made: Checkpoint, weights_digest: str, links: Links
 ) -> TrainedAgain:
-    """What became of an interval. made: its end as it was trained again, with this digest of its
+    """Judge an interval. made: its end as it was trained again, with this digest of its
     weights."""
     why, end = [*may_differ(interval, made, links)], interval.end
     if end:
@@ -77,7 +77,7 @@ def _listed(names: list[str]) -> str:
 
 
 def may_differ(interval: Interval[Checkpoint], made: Checkpoint, links: Links) -> Iterator[str]:
-    """What differs between both trainings on which bits depend: hardware, kernels, torch, ranks. Code is
+    """Differences between both trainings on which bits depend: hardware, kernels, torch, ranks. Code is
     not among it: another commit must not excuse another result."""
     now, then = made.manifest, interval.end.manifest if interval.end else None
     sizes = _world_sizes(interval, links)
@@ -118,7 +118,7 @@ def _world_sizes(interval: Interval[Checkpoint], links: Links) -> set[int]:
 
 
 def differences(links: Links, now: Lineage) -> Iterator[str]:
-    """What differs from the code and the environment of the statement, as far as it has them."""
+    """Differences from the code and the environment of the statement, as far as it has them."""
     yield from code_differences(links, now.code)
     environment = links["environment"]
     versions, packages = environment.get("versions"), environment.get("packages")

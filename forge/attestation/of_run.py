@@ -1,4 +1,5 @@
-"""What the files of a run and of `data/` say of each link, for the checkpoint that is exported."""
+"""Links of the chain, read from the files of a run and of `data/`, for the checkpoint that is
+exported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user asks of `forge reproduce`, checked before hours of training."""
+"""Options of `forge reproduce`, checked before hours of training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_MINUTES = 10**7  # of max_minutes in machine.yaml
 
 @dataclass(frozen=True)
 class ReproduceOptions:
-    """What the user asks for. run: the one whose last export it is, where the user has named that.
+    """Options of the user. run: the one whose last export it is, where the user has named that.
     texts: as for `verify_texts`; None: the tokens in `data`. checkpoints: the directory of a run; None:
     all runs of the project. intervals: how many are drawn, by `seed`; None for
     one that is chosen now. whole: all steps instead, from the first on. code: a checkout of Forge.
@@ -46,7 +46,7 @@ class ReproduceOptions:
 
     @property
     def named(self) -> Path:
-        """What the user has named."""
+        """The directory that the user has named."""
         return self.checkpoint or self.folder
 
     @property

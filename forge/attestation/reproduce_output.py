@@ -1,4 +1,4 @@
-"""What `forge reproduce` prints of intervals that were trained again."""
+"""Output of `forge reproduce` about intervals that were trained again."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 
 
 class Recipe(Protocol[Saved]):
-    """What depends on the program that trained the run: Forge's own trainer, or another one."""
+    """Steps that depend on the program that trained the run: Forge's own trainer, or another one."""
 
     @property
     def links(self) -> Links:
@@ -97,7 +97,7 @@ class Recipe(Protocol[Saved]):
     # --- what became of it ---
 
     def judged(self, interval: Interval[Saved], made: Saved) -> TrainedAgain:
-        """What became of an interval. Raises DataError where that cannot be compared."""
+        """Judge an interval. Raises DataError where its ends cannot be compared."""
 
     def different_files(
         self, folder: Path, checkpoint: Saved, trainer: Retrainer[Saved]
@@ -106,7 +106,7 @@ class Recipe(Protocol[Saved]):
         gives them."""
 
     def differences(self, made: Saved) -> list[str]:
-        """What differs from the code and the environment of the statement, as far as it has them."""
+        """Differences from the code and the environment of the statement, as far as it has them."""
 
     def by(self, made: Saved, machine: Literal["another", "the same", "unknown"]) -> MadeBy:
         """With what a checkpoint was made again."""

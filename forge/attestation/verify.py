@@ -47,7 +47,7 @@ Links = dict[str, dict[str, Any]]
 
 
 class VerificationError(Exception):
-    """What is not as the statement, or the person who verifies, says it is."""
+    """Refusal: something is not as the statement, or the person who verifies, says."""
 
 
 # --- reading ----------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def check_chain(statement: dict[str, Any]) -> Links:
 
 
 def _check_agreement(links: Links) -> None:
-    """What two links say of the same thing must be the same."""
+    """Refuse two links that say different things of the same."""
     export = links["export"]
     exported = (part(export, "step", int), part(export, "checkpoint", str))
     saved = part(links["checkpoints"], "saved", list)
@@ -264,7 +264,7 @@ def check_export(folder: Path, links: Links) -> None:
 
 
 class Envelope(NamedTuple):
-    """What is signed, the signature, and the SHA-256 of the public key in PEM that verifies it."""
+    """Signed bytes, signature, and the SHA-256 of the public key in PEM that verifies it."""
 
     payload: bytes
     signature: bytes
@@ -302,7 +302,7 @@ def read_envelope(folder: Path, name: str = ENVELOPE) -> Envelope | None:
 
 
 def check_signature(folder: Path, data: bytes, key: Path | None) -> str:
-    """What to say of the signature. data: statement.json. key: file with the author's public key.
+    """Sentence about the signature. data: statement.json. key: file with the author's public key.
 
     Refused where the signed statement is another one, and with a key also where the signature is missing
     or not by that key.
@@ -365,7 +365,7 @@ def envelope_name(certificate: str) -> str:
 
 
 def check_certificate(path: Path, statement: bytes, key: Path | None) -> str:
-    """What to say of a certificate of `forge reproduce`. statement: the bytes of statement.json. key: a
+    """Sentence about a certificate of `forge reproduce`. statement: the bytes of statement.json. key: a
     file with the public key of who certifies.
 
     Refused where it is of another statement, was edited, says that the run was not reproduced, or with a

@@ -53,7 +53,7 @@ class RunCheckpoints(Protocol):
         are read."""
 
     def trouble_of_latest(self) -> str:
-        """What is wrong with the link `latest`; "" where it is right, or decides nothing."""
+        """Trouble with the link `latest`; "" where it is right, or decides nothing."""
 
     def quarantined(self) -> Iterator[tuple[Path, Path]]:
         """Each checkpoint in quarantine with the record of its reasons, which may be missing."""

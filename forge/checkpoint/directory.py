@@ -208,7 +208,7 @@ def refuse_link(folder: Path) -> None:
 
 
 def restore_or_train_again(paths: RunPaths) -> str:
-    """What to do where the checkpoint of a run that has ended was removed: the workflow does not train
+    """Advice where the checkpoint of a run that has ended was removed: the workflow does not train
     such a run again unasked, nor because trained.json alone is missing."""
     records = f"{paths.root}/{{trained,validated}}.json"
     return f"restore it, or to train again: rm -f {records}, then rerun the command"

@@ -53,7 +53,7 @@ class StoredTensor:
     parts: list[StoredPart]
 
     def trouble(self) -> str:
-        """What is wrong with the tensor's parts; "" where they make up all of the tensor."""
+        """Trouble with the tensor's parts; "" where they make up all of the tensor."""
         item, shape, numbers = ITEM_BYTES[self.dtype], self.shape, 0
         if prod(size or 1 for size in shape) * item >= 2**63:
             return "its shape is larger than any memory"

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint (DCP) sends between ranks as pickles: only plans, results and errors
+"""Pickles that torch.distributed.checkpoint (DCP) sends between ranks: only plans, results and errors
 are read, nothing that runs.
 
 Whoever can connect to a port of Gloo can take the place of a rank, and send what it likes.

@@ -14,7 +14,7 @@ _UNITS = {"": 1, "K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2, "P": 1024**3}
 
 @dataclass(frozen=True)
 class Limits:
-    """What one rule of Slurm allows. name: of the rule, for people. max_minutes: of a job. of_job,
+    """Limits of one rule of Slurm. name: of the rule, for people. max_minutes: of a job. of_job,
     of_node, of_all: trackable resources (`node`, `cpu`, `mem` in MB, `gres/gpu`, `gres/gpu:h100`) of a
     job, of a node of a job, and of all jobs of the user together."""
 

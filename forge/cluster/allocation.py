@@ -1,4 +1,4 @@
-"""What the allocation of a run asks Slurm for: resources of its rules, options of sbatch; and the profile
+"""Requests of the allocation of a run: resources of its rules, options of sbatch; and the profile
 that sets them."""
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Allocation:
                 raise ConfigError(f"run {name}: {err.what}", cause=err.cause, fix=err.fix) from None
 
     def _instead(self) -> str:
-        """What --config needs for what --set-resources says of the allocation."""
+        """Words for --config in place of those for --set-resources about the allocation."""
         said = [f"{k}={self.given[name]}" for k, name in OF_COMMAND.items() if name in self.given]
         return " ".join(said) or "nodes=N"
 
@@ -355,7 +355,8 @@ _NAMED = f"executor: {PLUGIN}"
 
 @dataclass(frozen=True)
 class Profile:
-    """What a Snakemake command reads from its profile; empty without a profile, and inside a job."""
+    """Settings that a Snakemake command reads from its profile; empty without a profile, and inside a
+    job."""
 
     files: tuple[Path, ...] = ()  # config.yaml of each, of which the last wins
     replaced: Mapping[str, Sequence[str]] = field(default_factory=dict)
@@ -449,7 +450,7 @@ class Profile:
 
 
 def _of_plugin(sources: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-    """What `Profile.of_plugin` holds. sources: where settings are from, as Snakemake's parser says: keys
+    """Value of `Profile.of_plugin`. sources: where settings are from, as Snakemake's parser says: keys
     of each file, and under "" the words of the command."""
     found: dict[str, list[str]] = {}
     for source, settings in sources.items():

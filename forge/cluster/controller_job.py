@@ -219,7 +219,7 @@ def statuses() -> list[ControllerStatus]:
 
 
 def status_of(controller: ControllerJob) -> ControllerStatus:
-    """What its own record says, then Slurm's queue, else accounting."""
+    """State of a controller, by its own record, then Slurm's queue, else accounting."""
     job_id = controller.record.job
     shown = ControllerStatus(
         job_id,

@@ -477,7 +477,7 @@ def _stamp(path: Path) -> object:
 
 
 def _absent(job: Any) -> list[object]:
-    """What `_stamps` gives for a job without any of its outputs."""
+    """Value of `_stamps` for a job without any of its outputs."""
     return [None for _ in job.output]
 
 

@@ -216,7 +216,7 @@ def excluded_nodes(reason: str, bad_nodes: Path) -> list[exclude.BadNode]:
 
 
 def advice_on_excluded(job_id: str, names: str, bad_nodes: Path) -> str:
-    """What to do about a job that may have too few nodes because of those in this file."""
+    """Advice about a job that may have too few nodes because of those in this file."""
     return (
         f"{bad_nodes} excludes {names}: remove lines of healthy nodes, {_AGAIN.format(job=job_id)}"
     )
@@ -235,7 +235,7 @@ def _word(reason: str) -> str:
 
 
 def lasting_advice(job_id: str, reason: str) -> str:
-    """What to do about a reason that does not pass by itself; "" for one that does, such as Priority.
+    """Advice about a reason that does not pass by itself; "" for one that does, such as Priority.
 
     reason: as squeue writes it (%r), with blanks or underscores.
     """

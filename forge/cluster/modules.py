@@ -122,8 +122,8 @@ def _is_in(module: str, loaded: Sequence[str]) -> bool:
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:
-    """What to set for ranks. A path keeps what it has in this process, which may differ from the login
-    shell's, such as that of an active environment."""
+    """Variables to set for ranks. A path keeps what it has in this process, which may differ from the
+    login shell's, such as that of an active environment."""
     changes = {}
     for name, value in after.items():
         if OF_THE_SHELL.fullmatch(name) or SET_BY_FORGE.fullmatch(name):

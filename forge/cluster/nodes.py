@@ -105,7 +105,7 @@ class NodePool:
         again: bool = True,
         **arguments: Any,
     ) -> dict[str, T | NodeFailure]:
-        """What the function gives on each host, in the placement's order, within `timeout_sec`.
+        """Value of the function on each host, in the placement's order, within `timeout_sec`.
 
         request: one of forge.node_agent.REQUESTS. hosts: None for all. each: more arguments, by host.
         again: whether a new agent is asked, in the same time again, where the agent was killed; False for
@@ -350,7 +350,7 @@ class _Member:
         )
 
     def error(self) -> str:
-        """What the agent and its srun have written to standard error so far."""
+        """Text that the agent and its srun have written to standard error so far."""
         size = os.fstat(self._errors.fileno()).st_size
         return os.pread(self._errors.fileno(), size, 0).decode(errors="replace").strip()
 

@@ -141,7 +141,7 @@ def _report(choice: Choice, folder: Path, config: str) -> Iterator[str]:
 
 
 def unknown(choice: Choice, config: str) -> Iterator[str]:
-    """What Slurm did not say, or cannot know."""
+    """Facts that Slurm did not say, or cannot know."""
     site, place = choice.site, choice.train
     if keys := lines_to_edit(config):
         yield f"{', '.join(keys)}: edit the lines that begin with EDIT_"

@@ -25,7 +25,7 @@ _HARMLESS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+@-]*")
 
 
 def has_in_words(place: Place) -> str:
-    """What a partition has, in a few words."""
+    """Hardware of a partition, in a few words."""
     gpus = f" with {place.gpus} {place.model.text}" if place.model else ""
     away = "" if place.num_available else ", none of them up now"
     state = f", {place.partition.state}" if place.partition.state != "UP" else ""
@@ -35,7 +35,7 @@ def has_in_words(place: Place) -> str:
 
 
 def cores_of(place: Place) -> str:
-    """What Slurm counts as cores there."""
+    """Words for the unit that Slurm counts as cores there."""
     has_threads = any(node.threads_per_core > 1 for node in place.nodes)
     return "hardware threads" if has_threads else "cores"
 
@@ -46,7 +46,7 @@ def nodes_in_words(number: int) -> str:
 
 
 def preempted_in_words(place: Place) -> str:
-    """What preemption does there."""
+    """Words for the effect of preemption there."""
     if not place.preemption.mode:
         return "not preempted"
     return f"preempted ({place.preemption.mode}) by {comment(place.preemption.by)}"

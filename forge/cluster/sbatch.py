@@ -227,7 +227,7 @@ def validation_extra(machine: Machine, of_profile: Mapping[str, Any]) -> dict[st
 
 
 def flexible_request(resources: Mapping[str, Any]) -> dict[str, object]:
-    """What `scontrol update` needs to ask for nodes and time as at the submission; {} for a job that
+    """Arguments of `scontrol update` that ask for nodes and time as at the submission; {} for a job that
     takes neither fewer nodes nor less time. resources: of Snakemake's job, with its `slurm_extra`."""
     extra = str(resources.get("slurm_extra", ""))
     asked: dict[str, object] = {}

@@ -1,4 +1,5 @@
-"""What Slurm says of its cluster: all questions that a profile needs, and the answers as they came."""
+"""Answers of Slurm about its cluster: all questions that a profile needs, and the answers as they
+came."""
 
 from __future__ import annotations
 

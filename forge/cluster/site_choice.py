@@ -24,7 +24,7 @@ CPU_RANKS = 2  # a node
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user has asked for; None or "" is left to the choice. gpus: of a node."""
+    """Wishes of the user; None or "" is left to the choice. gpus: of a node."""
 
     partition: str = ""
     gpus: int | None = None
@@ -33,7 +33,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Size:
-    """What a run asks of a place, with the rules that limit it. Of a node: ranks, cpus_per_task, mem_mb.
+    """Request of a run, with the rules that limit it. Of a node: ranks, cpus_per_task, mem_mb.
     most_nodes: by the rule nodes_rule. minutes: of training."""
 
     nodes: int

@@ -21,7 +21,7 @@ _FOR_TRIALS = re.compile(r"debug|dev|test|interactive|jupyter|viz|visual|login|c
 
 @dataclass(frozen=True)
 class Preemption:
-    """What Slurm does to jobs that it takes nodes from. mode: REQUEUE, CANCEL or SUSPEND; "" where nobody
+    """Treatment of jobs that Slurm takes nodes from. mode: REQUEUE, CANCEL or SUSPEND; "" where nobody
     takes their nodes. by: whose jobs do. grace_sec: from SIGTERM to SIGKILL."""
 
     mode: str = ""

@@ -10,7 +10,7 @@ from forge.core.errors import ConfigError
 
 
 def add_data_steps(subcommands: Subcommands) -> None:
-    """What several runs may share."""
+    """Add the subcommands for data that several runs may share."""
     subcommands.with_config("tokenizer", _tokenizer, "train, copy or download the tokenizer")
     tokenize = subcommands.with_config(
         "tokenize", _tokenize, "tokenize the corpus into shards of token ids"

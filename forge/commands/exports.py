@@ -14,7 +14,7 @@ INTERVALS = 3  # that `forge reproduce` draws
 
 
 def add_exports(subcommands: Subcommands) -> None:
-    """What hands a model on, and proves what it is."""
+    """Add the subcommands that hand a model on, and prove what it is."""
     _export_options(
         subcommands.logged("export", _export, "write a checkpoint as a directory that others load")
     )

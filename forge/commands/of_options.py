@@ -1,4 +1,4 @@
-"""What the options of a subcommand name: config, machine, layout, a saved run."""
+"""Things that the options of a subcommand name: config, machine, layout, a saved run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forge.core.config import Config, ResolvedConfig, load_config
 
 
 def settings_of(options: argparse.Namespace) -> Any:
-    """What the file of --settings has; None without it."""
+    """Content of the file of --settings; None without it."""
     from forge.core.records import RunSettings
 
     return RunSettings.read(Path(options.settings)) if options.settings else None

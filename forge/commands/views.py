@@ -12,7 +12,7 @@ from forge.core.config import Config
 
 
 def add_views(subcommands: Subcommands) -> None:
-    """What shows runs and scores them."""
+    """Add the subcommands that show runs and score them."""
     show = subcommands.plain("show", _show, "show status, samples and lineage of runs", keys=False)
     show.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
     _logs_options(

@@ -112,7 +112,7 @@ def _snakemake(arguments: Sequence[str], **environ: str) -> list[str]:
 
 
 def _checked(command: Sequence[str]) -> SubmitCheck:
-    """What a dry run of the command says. ConfigError where it fails, or a start would be refused."""
+    """Result of a dry run of the command. ConfigError where it fails, or a start would be refused."""
     SUBMIT_CHECK.unlink(missing_ok=True)
     line = _snakemake([*command, "--dry-run"], **{controller_job.CHECKS: "1"})
     done = subprocess.run(line, capture_output=True, text=True, check=False, errors="replace")
@@ -155,7 +155,7 @@ def _make_here(command: Sequence[str], check: SubmitCheck) -> None:
 def request_of(
     settings: ControllerSettings, check: SubmitCheck, known: Mapping[str, Partition]
 ) -> Request:
-    """What the controller asks Slurm for. Raises UnfitError where its nodes may not submit the jobs."""
+    """Request of the controller's job. Raises UnfitError where its nodes may not submit the jobs."""
     partition = settings.partition or check.partition
     account = settings.account or check.account
     bare = Request(rules=(CONTROLLER_RULE,), minutes=0, partition=partition)
@@ -247,7 +247,7 @@ def _report(record: Controller) -> None:
 
 
 def _state_of(record: Controller) -> ControllerState | None:
-    """What the job has recorded; None before it has begun."""
+    """State that the job has recorded; None before it has begun."""
     with suppress(DataError):
         return ControllerState.read(ControllerPaths(record.job).state)
     return None

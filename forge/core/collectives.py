@@ -1,5 +1,5 @@
-"""What the ranks send each other in a training step: number and bytes of the collectives, from shapes,
-without torch."""
+"""Messages that the ranks send each other in a training step: number and bytes of the collectives, from
+shapes, without torch."""
 
 from __future__ import annotations
 

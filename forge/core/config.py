@@ -111,7 +111,7 @@ class Ids(Section):
 
 
 class Config(Section):
-    """What a run trains: data, model and hyperparameters, or a program. Nothing about machines."""
+    """Config of a run: data, model and hyperparameters, or a program. Nothing about machines."""
 
     run: str = Field("base", pattern=rf"^{RUN_NAME}$")
     """Name of the run and of its directory in `results`."""
@@ -274,7 +274,7 @@ class Config(Section):
 
     @property
     def starts_from(self) -> str | None:
-        """What a run without a checkpoint starts from, for people; None for weights that are drawn."""
+        """Start of a run without a checkpoint, for people; None for weights that are drawn."""
         init = self.model.init
         return self.parent or (init.name if init else None)
 
@@ -316,7 +316,7 @@ class Config(Section):
         return type(self)(**self.training_json())
 
     def training_json(self) -> dict[str, Any]:
-        """What config.json holds: all but the sections that training does not read."""
+        """Values of config.json: all but the sections that training does not read."""
         return {key: value for key, value in self.to_json().items() if key not in OUTSIDE_TRAINING}
 
 
@@ -446,7 +446,7 @@ def _place(model: type[Section], loc: list[str]) -> tuple[Any, list[str]]:
 
 
 def _meant(unknown: str, where: str, valid: list[str]) -> str:
-    """What may have been meant by a key that is unknown in a section, and some of its keys."""
+    """Suggestion for a key that is unknown in a section, and some of its keys."""
     elsewhere = ALIASES.get(unknown, "")
     alias = elsewhere.removeprefix(f"{where}.")
     close = [alias] if alias else difflib.get_close_matches(unknown, valid, n=1)

@@ -64,7 +64,7 @@ class FileList:
             yield f"{name or self.folder.name} is not in {self.listed_in}"
 
     def _problem(self, name: str, content: bool) -> tuple[str, str] | None:
-        """What is wrong with a file, without its name, and the likely cause."""
+        """Trouble with a file, without its name, and the likely cause."""
         path, expected = _path(self.folder, name), self.entries[name]
         below = self.folder if name else self.folder.parent
         with disk_trouble(path, "read"):

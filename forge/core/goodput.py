@@ -60,7 +60,7 @@ def best_interval(*, stall: float, between_events: float, saved_share: float = 0
 
 
 class Interruptions(RecordPart):
-    """What is known of the events that interrupt runs here, and of the run's own saves. Times in seconds.
+    """Interruptions of runs here, as far as they are known, and the run's own saves. Times in seconds.
 
     number: of events, in launches and jobs that lasted `seconds` together. saved, not_saved: of these
     events, those of which an event log says whether a checkpoint was saved in time. restart: median time

@@ -52,17 +52,17 @@ def _recorded() -> Iterator[Path]:
 
 
 def settings_file(run: str) -> Path:
-    """What the last workflow command has for this run beside its config.json."""
+    """Settings that the last workflow command has for this run beside its config.json."""
     return WORKFLOW / f"{run}.settings.json"
 
 
 def modules_file(host: str) -> Path:
-    """What a job that began on this host has loaded of the site's modules."""
+    """Modules of the site that a job which began on this host has loaded."""
     return WORKFLOW / f"modules-{host}.json"
 
 
 def stage_proof_file(folder: Path) -> Path:
-    """What says that `forge stage`, called in this project, wrote the stage record of the run in this
+    """Proof that `forge stage`, called in this project, wrote the stage record of the run in this
     directory."""
     return WORKFLOW / f"{folder.name}-{short_id(os.path.realpath(folder))}.stage.json"
 
@@ -75,17 +75,17 @@ class ControllerPaths:
 
     @property
     def record(self) -> Path:
-        """What the command submitted."""
+        """Record of the submission."""
         return CONTROLLERS / f"{self.job}.json"
 
     @property
     def state(self) -> Path:
-        """What the job does, or how it ended."""
+        """State of the job, or its end."""
         return CONTROLLERS / f"{self.job}.state.json"
 
     @property
     def log(self) -> Path:
-        """What Snakemake prints."""
+        """Log of Snakemake."""
         return CONTROLLERS / f"{self.job}.log"
 
     @classmethod
@@ -102,8 +102,8 @@ class ControllerPaths:
 
 
 def kernels_folder(folder: Path) -> Path:
-    """What torch compiles for the run in this directory. Kernels are code, which later launches execute:
-    so they are in the project, and not beside the results, which may come from elsewhere."""
+    """Kernels that torch compiles for the run in this directory. Kernels are code, which later launches
+    execute: so they are in the project, and not beside the results, which may come from elsewhere."""
     return WORKFLOW / "kernels" / f"{folder.name}-{short_id(os.path.realpath(folder))}"
 
 

@@ -25,7 +25,7 @@ def config_digest(config: ResolvedConfig) -> str:
 
 
 def trained_values(values: dict[str, Any]) -> dict[str, Any]:
-    """What `config_digest` digests of the values of a config, in whatever file they are recorded."""
+    """Values of a config that `config_digest` digests, in whatever file they are recorded."""
     ids = {name: content_id for name, content_id in values["ids"].items() if content_id}
     left_out = (*FOLDERS, "tracking")
     return {key: value for key, value in {**values, "ids": ids}.items() if key not in left_out}

@@ -306,7 +306,7 @@ class ContainerImage(RecordPart):
 
 
 class LaunchEnvironment(RecordPart):
-    """What machine.yaml adds to the environment of the ranks, by name: values may be of one machine."""
+    """Variables that machine.yaml adds to the environment of the ranks: values may be of one machine."""
 
     variables: list[str]
     modules: list[str] = []
@@ -332,7 +332,7 @@ class RanksResult(RecordPart):
 
 
 class RanksIdentity(RecordPart):
-    """What the checks of the ranks depend on. While it is unchanged they need not run again."""
+    """Facts that the checks of the ranks depend on. While these are unchanged they need not run again."""
 
     job: str | None
     """Id of the Slurm job."""

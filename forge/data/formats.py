@@ -48,7 +48,7 @@ def new_readings(name: str, kind: str) -> list[str]:
 
 
 def misread(name: str, kind: str, readings: list[str]) -> str:
-    """What is wrong with tokens that were made of this file; "" where nothing is. readings: those that
+    """Trouble with tokens that were made of this file; "" where there is none. readings: those that
     their manifest names."""
     if missing := [mark for mark in new_readings(name, kind) if mark not in readings]:
         return f"was not read {' and '.join(missing)}"

@@ -154,8 +154,8 @@ def list_inputs(inputs: Sequence[str], own: str = "") -> list[InputFile]:
 
 
 def of_hub(inputs: Sequence[str], key: str = "program.inputs") -> list[HubFiles]:
-    """What the inputs of a config key name of a hub. Raises ConfigError for a malformed URL, and for two
-    revisions of a repository, whose files have the same places among the downloads."""
+    """Files of a hub that the inputs of a config key name. Raises ConfigError for a malformed URL, and
+    for two revisions of a repository, whose files have the same places among the downloads."""
     hub_files = [HubFiles.parse(name, key) for name in inputs if name.startswith(hub.SCHEME)]
     apart = "; or make each a source of tokenize.sources" if key == "tokenize.inputs" else ""
     first: dict[str, HubFiles] = {}

@@ -1,4 +1,4 @@
-"""What is said of a tokenizer that loses text, and its refusal above tokenize.max_lost."""
+"""Message about a tokenizer that loses text, and its refusal above tokenize.max_lost."""
 
 from __future__ import annotations
 

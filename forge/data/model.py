@@ -121,7 +121,7 @@ def with_pretrained(config: Config) -> Config:
 
 
 def recipe(config: Config) -> dict[str, Any]:
-    """What determines the id of the weights: their shape, and the repository, or the directory with names
+    """Recipe of the id of the weights: their shape, and the repository, or the directory with names
     and sizes of its files.
 
     Not without the directory: models that were tuned from the same one have files of equal sizes.

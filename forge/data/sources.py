@@ -98,9 +98,8 @@ def _manifest_of(shards: ShardSet) -> Member:
 
 
 def open_tokens(folder: Path) -> Tokens:
-    """What the manifest in a directory lists: the shards of a corpus, or of several sources; checks all
-    sizes. Raises DataError. Every rank calls it. `verify` checks the digests.
-    """
+    """Tokens that the manifest in a directory lists: the shards of a corpus, or of several sources;
+    checks all sizes. Raises DataError. Every rank calls it. `verify` checks the digests."""
     path = folder / MANIFEST
     listed = read_json(path)
     if not isinstance(listed, dict) or "sources" not in listed:

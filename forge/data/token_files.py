@@ -200,7 +200,7 @@ def _no_end(file: InputFile, what: str, other: _OtherReadings) -> DataError:
 
 @dataclass(frozen=True)
 class _OtherReadings:
-    """What else the bytes of a file may be, where settings say the dtype and nothing in the file."""
+    """Other readings of the bytes of a file, where settings say the dtype and nothing in the file."""
 
     layout: _Layout
     ids: PlainIds

@@ -34,7 +34,7 @@ DTYPES = [np.dtype(name) for name in ("<i8", ">i8", "<u4", ">u4", "<u2", ">u2", 
 
 @dataclass
 class Fit:
-    """What the ids of a file would be by a dtype, from byte `skip` on."""
+    """Ids of a file as read by a dtype, from byte `skip` on."""
 
     dtype: Dtype
     skip: int = 0
@@ -209,7 +209,7 @@ def name_of(dtype: Dtype) -> str:
 
 
 def how_to_read(dtypes: list[Dtype], path: Path) -> str:
-    """What to do for a file that has ids of one of these dtypes."""
+    """Advice for a file that has ids of one of these dtypes."""
     return ", or ".join(_how_to_read(dtype, path) for dtype in dtypes)
 
 

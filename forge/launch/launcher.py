@@ -130,7 +130,8 @@ def _spec(
     *,
     master: tuple[str, int] | None,
 ) -> LaunchSpec:
-    """What the ranks of this launch read. master: where they meet; None for a store of torchrun's own."""
+    """Spec that the ranks of this launch read. master: where they meet; None for a store of torchrun's
+    own."""
     job = placement.job
     return LaunchSpec(
         task=task,
@@ -338,7 +339,7 @@ def _environment(spec: LaunchSpec) -> dict[str, str]:
 
 
 def _stopping(task: Task) -> str:
-    """What the ranks do when they are asked to stop, for a message."""
+    """Words for how the ranks stop when they are asked to."""
     if not isinstance(task, ProgramTask):
         return "the ranks finish their step and commit a checkpoint"
     stop = task.program.stop

@@ -145,7 +145,7 @@ class Mirror:
         return MirroredNode(host, str(self.folder), self._pool, arrivals)
 
     def _files(self, node: MirroredNode) -> dict[str, bytes]:
-        """What the node gets before its ranks start."""
+        """Files that the node gets before its ranks start."""
         spec, paths, folder = self._spec, self._paths, self.folder
         task = spec.task
         if isinstance(task, ProgramTask) and task.resume:

@@ -30,7 +30,7 @@ Sign = tuple[int, int, int]  # inode, time of last change and size of a file
 
 @dataclass(frozen=True)
 class MirrorNews:
-    """What has changed since the launcher was told last. Contents in base64."""
+    """Changes since the launcher was told last. Contents in base64."""
 
     whole: dict[str, tuple[Sign, str]] = field(default_factory=dict)
     grown: dict[str, str] = field(default_factory=dict)  # at most PIECE_BYTES of each file

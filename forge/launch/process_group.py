@@ -385,7 +385,7 @@ def _store(rank: Rank, timeout: timedelta) -> dist.Store:
 
 
 def _exchanged(own: Seen, rank: Rank, store: dist.Store) -> list[Seen]:
-    """What each rank sees, by rank. Through the store: no backend works before the device is chosen."""
+    """Devices of each rank, by rank. Through the store: no backend works before the device is chosen."""
     store.set(f"seen by {rank.rank}", json.dumps(asdict(own)))
     ranks = range(rank.world_size)
     everyone = [Seen(**json.loads(store.get(f"seen by {number}"))) for number in ranks]

@@ -43,7 +43,7 @@ def _checks(gpus: Sequence[Gpu]) -> Iterator[Check]:
 
 
 def _lasting(gpus: Sequence[Gpu]) -> dict[Gpu, tuple[int, int]]:
-    """What all readings have of each GPU: bits of why its clocks are low, and MiB in use."""
+    """Values that all readings of each GPU share: bits of why its clocks are low, and MiB in use."""
     lasting = {gpu: (gpu.clock_reasons, gpu.used_mib or 0) for gpu in gpus}
     for _ in range(READINGS - 1):
         time.sleep(PAUSE_SEC)

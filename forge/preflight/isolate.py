@@ -55,7 +55,7 @@ def deadline_sec(machine: Machine, layout: WorldLayout) -> float:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a trial. names_nobody: the ranks failed, and none of them is known to be the reason:
+    """Result of a trial. names_nobody: the ranks failed, and none of them is known to be the reason:
     they were too late, or lost each other. Then the start may have been slow, and the nodes healthy."""
 
     checks: list[Check]

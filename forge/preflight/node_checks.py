@@ -69,7 +69,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class WantedProgram:
-    """What a node must know of another training program."""
+    """Facts that a node must know of another training program."""
 
     command: str  # its first word
     staged: ProgramFolders  # that its ranks read on this node
@@ -78,7 +78,7 @@ class WantedProgram:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What is compared between nodes, or needed of them."""
+    """Facts that are compared between nodes, or needed of them."""
 
     versions: dict[str, str]
     address: str  # of the interface that ranks use; "" where it has none
@@ -268,7 +268,7 @@ def _results_folder(wanted: Wanted) -> Path:
 
 @dataclass(frozen=True)
 class Written:
-    """What came of a write into the run's directory. bytes_per_sec: until it was on disk; None where it
+    """Result of a write into the run's directory. bytes_per_sec: until it was on disk; None where it
     failed, or was small."""
 
     check: Check

@@ -252,7 +252,7 @@ def _limits(machine: Machine, layout: WorldLayout) -> str:
 def _programs(
     config: ResolvedConfig, placement: Placement, record: StageRecord
 ) -> dict[str, WantedProgram]:
-    """What each node must know of another program; {} where Forge's own trainer trains."""
+    """Facts that each node must know of another program; {} where Forge's own trainer trains."""
     program = config.program
     if program is None:
         return {}

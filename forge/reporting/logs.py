@@ -206,7 +206,7 @@ def errors_of(paths: RunPaths, start: LaunchLogs, commands: Sequence[Log]) -> li
 
 
 def _of_ranks(own_events: Sequence[events.Event]) -> Iterator[LoggedError]:
-    """What ranks have recorded."""
+    """Messages that ranks have recorded."""
     for event in own_events:
         if isinstance(event, events.RankError) and event.message != NO_RECORD:
             lines = tuple(clean(event.message.splitlines()))

@@ -309,14 +309,14 @@ def _between(files: RunFiles, job: QueuedJob) -> _Judgement:
 def _running(
     files: RunFiles, what: str, since: float, patience: float = SLOW_START_SEC
 ) -> _Judgement:
-    """What has gone on since then, and where to look when that is longer than it should be."""
+    """Activity since then, and where to look when that is longer than it should be."""
     seconds = files.now - since
     look = f"forge logs {files.paths.root}" if seconds > patience else ""
     return _Judgement("running", f"{what} for {duration(seconds)}", look)
 
 
 def _working(files: RunFiles) -> _Judgement:
-    """What the subcommand that holds the lock is doing, and for how long."""
+    """Words for the subcommand that holds the lock, and for how long."""
     since = files.lock_since
     if files.lock and files.lock.command != "train":
         return _running(files, files.lock.command, since)
@@ -433,7 +433,7 @@ def _not_trained(files: RunFiles, reason: str) -> _Judgement:
 
 
 def _from_parent(files: RunFiles) -> str:
-    """What a run that is to start from another one waits for, where that has not ended."""
+    """Words for the run that this one starts from, and whether that has ended."""
     parent = files.config.get("parent")
     if not isinstance(parent, str):
         return ""
@@ -443,7 +443,7 @@ def _from_parent(files: RunFiles) -> str:
 
 
 def _first(files: RunFiles, following: str) -> str:
-    """What to do, after the STOP file is removed where there is one."""
+    """Advice, after the STOP file is removed where there is one."""
     stop = files.paths.stop
     return f"rm {stop}, then {following}" if stop.exists() else following
 

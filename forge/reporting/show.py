@@ -58,7 +58,7 @@ def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
 
 
 def _goodput(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
-    """What came out, beside what was expected."""
+    """Goodput that came out, beside the expected one."""
     with suppress(DataError):  # of another version of Forge: the state says so
         wall = read_wall_time(paths)
         rows = []

@@ -164,7 +164,7 @@ def _verdict(
 
 
 def _readable(read: Callable[[], T | None], troubles: list[str]) -> T | None:
-    """What a file holds; None, and the reason among the troubles, where it cannot be read: a page for
+    """Content of a file; None, and the reason among the troubles, where it cannot be read: a page for
     people must not fail because of it."""
     try:
         return read()

@@ -12,7 +12,7 @@ MOST_NAMED = 4  # nodes in one line
 
 
 def results(paths: RunPaths) -> list[Certified]:
-    """What is known of the steps up to each checkpoint, by step; [] where nothing was trained again.
+    """Results for the steps up to each checkpoint, by step; [] where nothing was trained again.
     Raises DataError for a record that cannot be read."""
     files = paths.certificates.glob(f"{CHECKPOINT_PREFIX}*.result.json")
     return sorted((Certified.read(file) for file in files), key=lambda one: one.last)

@@ -1,4 +1,4 @@
-"""What the runs that a command will train cost, before their jobs wait: GPU-hours and node-hours."""
+"""Cost of the runs that a command will train, before their jobs wait: GPU-hours and node-hours."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Cost:
 
     @property
     def gpu_hours(self) -> float:
-        """What slurm.max_gpu_hours is compared with."""
+        """GPU-hours that slurm.max_gpu_hours is compared with."""
         return self.nodes * self.gpus * self.seconds / 3600
 
     @property
     def reason(self) -> str:
-        """What its GPU-hours are made of."""
+        """Words for how its GPU-hours add up."""
         time = duration(self.seconds, precise=True)
         if self.left_sec is None:
             return f"time limit of {time} on {self.place}"

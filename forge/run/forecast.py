@@ -37,7 +37,7 @@ class Expected(NamedTuple):
 
 
 def expected_by(log: Sequence[Event]) -> Expected | None:
-    """What the run itself has forecast last; else what its event log gives, for a run that saves by steps
+    """Forecast of the run itself, the last one; else by its event log, for a run that saves by steps
     or minutes. None before the second save of a launch."""
     if isinstance(told := events.last(log, events.Forecast), events.Forecast):
         return Expected(told.ettr, told.interval, told.stall, told.basis) if told.interval else None

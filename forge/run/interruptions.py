@@ -44,14 +44,15 @@ class _Launch:
 
 
 def known_at_launch(config: Config, paths: RunPaths, job: slurm.Job | None) -> Interruptions:
-    """What ranks choose the interval between checkpoints by; nothing where the config has chosen it."""
+    """Facts by which ranks choose the interval between checkpoints; nothing where the config has chosen
+    it."""
     if config.train.checkpoint_minutes != "auto":
         return Interruptions()
     return known_here(paths, partition=job.partition if job else None)
 
 
 def known_here(paths: RunPaths, *, partition: str | None = None) -> Interruptions:
-    """What is known of the last 30 days, from the event logs of this run and of others in its `results`,
+    """Interruptions of the last 30 days, from the event logs of this run and of others in its `results`,
     and from Slurm's accounting of this user's jobs in a partition ("": in all; None asks no Slurm)."""
     since = time.time() - SINCE_SEC
     own = _read(paths)
@@ -63,8 +64,8 @@ def known_here(paths: RunPaths, *, partition: str | None = None) -> Interruption
 def interruptions(
     logs: Sequence[Sequence[Event]], starts: Iterable[AccountedStart] = ()
 ) -> Interruptions:
-    """What event logs and accounting say. logs: of the run itself first, each oldest first. starts: of
-    jobs; those that a log knows count once."""
+    """Interruptions by event logs and accounting. logs: of the run itself first, each oldest first.
+    starts: of jobs; those that a log knows count once."""
     launches = [_launches(log) for log in logs]
     all_launches = [launch for of_log in launches for launch in of_log]
     jobs = {launch.start.job for launch in all_launches}

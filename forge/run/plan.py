@@ -96,7 +96,7 @@ def _by_the_clock(train: Train) -> str:
 
 
 def _network(shape: Shape) -> Iterator[str]:
-    """What a rank sends in a step, without the few numbers that the ranks tell each other."""
+    """Bytes that a rank sends in a step, without the few numbers that the ranks tell each other."""
     sent = [entry for entry in collectives.of_step(shape) if entry.phase != "end"]
     inside = [entry for entry in sent if entry.nodes == 1]
     between = [entry for entry in sent if entry.nodes > 1]

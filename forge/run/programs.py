@@ -20,7 +20,8 @@ from forge.validation.checkpoint_checks import RunChecks
 
 
 class SavedRun(Protocol):
-    """What a training program has saved in a run, whose directory may come from somebody else."""
+    """Checkpoints and config of a run, as its training program has saved them, whose directory may come
+    from somebody else."""
 
     @property
     def paths(self) -> RunPaths: ...

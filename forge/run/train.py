@@ -187,8 +187,8 @@ def _healthy_nodes(
 
 
 def _preflight_pass(paths: RunPaths, placement: Placement) -> PreflightPass | None:
-    """What preflight found in this allocation; None without preflight. That of another one, which is of
-    other nodes or of another day, is named and not used."""
+    """Nodes that preflight passed in this allocation; None without preflight. That of another one, which
+    is of other nodes or of another day, is named and not used."""
     passed = PreflightPass.read_if_there(paths.preflight_pass)
     if passed is None:
         return None

@@ -190,7 +190,7 @@ def _seconds(reads: list[tuple[Path, int, int]]) -> float:
 
 @dataclass(frozen=True)
 class NodeState:
-    """What `forge stage` must know of a node."""
+    """Facts about a node that `forge stage` must know."""
 
     root: str  # its private directory
     folder: str  # of the copy

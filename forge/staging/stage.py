@@ -133,8 +133,8 @@ def _unused(path: Path, why: str) -> StageRecord:
 def program_folders(
     config: ResolvedConfig, program: Program, staged: StageRecord
 ) -> tuple[dict[str, ProgramFolders], ProgramFolders]:
-    """What the ranks of a program read: by node where it was staged, and the shared directories, for
-    other nodes."""
+    """Directories that the ranks of a program read: by node where it was staged, and the shared
+    directories, for other nodes."""
     cwd = staged.source or str(program.folder)
     if not config.ids.inputs:
         return {}, ProgramFolders(cwd=cwd, data="", hub="")

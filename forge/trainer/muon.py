@@ -167,8 +167,8 @@ def _all_to_all(
     wanted: Sequence[Sequence[tuple[int, int]]],
     group: dist.ProcessGroup,
 ) -> list[list[Tensor]]:
-    """What each rank sends to this one. sent: tensors for each rank. wanted: shapes of those from each
-    rank."""
+    """Tensors that each rank sends to this one. sent: tensors for each rank. wanted: shapes of those from
+    each rank."""
     flat = torch.cat([part.reshape(-1) for parts in sent for part in parts])
     sizes = [[height * width for height, width in shapes] for shapes in wanted]
     received = flat.new_empty(sum(map(sum, sizes)))

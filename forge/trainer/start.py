@@ -35,7 +35,7 @@ from forge.trainer.step import TrainStep, train_loader
 
 @dataclass(frozen=True)
 class Start:
-    """What training begins with on one rank, the state of `checkpoint` loaded.
+    """Start of training on one rank, the state of `checkpoint` loaded.
 
     train_step: with the model, the optimizers, the loader and the spike rule. mix: None for a run without
     sources. lineage: of the checkpoints that will be saved. checkpoint: None for new weights.

@@ -69,7 +69,7 @@ class Checks(ABC):
     @property
     @abstractmethod
     def measured(self) -> dict[str, Any]:
-        """What validation.json has beside the checks."""
+        """Values that validation.json has beside the checks."""
 
     def run_all(self) -> None:
         self.check_files()

@@ -194,8 +194,8 @@ class ModelChecks:
         return f"{len(ranks)} of {len(recorded)} recorded losses recomputed, {bound}{self._where}"
 
     def _on_gpus(self, **wanted: Any) -> LossesResult | None:
-        """What fresh ranks compute on the GPUs of this host, which share the weights; None where it has
-        none, or they fail. wanted: of LossesTask."""
+        """Result that fresh ranks compute on the GPUs of this host, which share the weights; None where
+        it has none, or they fail. wanted: of LossesTask."""
         if not self._gpus:
             return None
         record = run_here(
@@ -214,7 +214,7 @@ class ModelChecks:
         return None
 
     def _here(self, **wanted: Any) -> LossesResult:
-        """What this process computes with the weights that it has read. wanted: of LossesTask."""
+        """Result that this process computes with the weights that it has read. wanted: of LossesTask."""
         evaluation = LossEvaluator(self._model, self._data.shards, self._config)
         return evaluation.compute(self._task(**wanted))
 

@@ -69,7 +69,7 @@ class LossEvaluator:
 
     @torch.no_grad()
     def compute(self, task: LossesTask) -> LossesResult:
-        """What the task asks for."""
+        """Losses and tokens that the task asks for."""
         result = self._reference(task) if task.ranks else LossesResult()
         if not task.eval_samples:
             return result

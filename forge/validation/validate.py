@@ -61,7 +61,7 @@ def _print_result(place: Path, result: Validation, cause: str) -> None:
 
 
 def _other_checkpoints(folder: Path) -> str:
-    """What to do where this one is invalid."""
+    """Advice where this one is invalid."""
     run = RunPaths.of_checkpoint(folder)
     if run and run.config.exists():
         return f"check all checkpoints of the run: forge validate {run.root} --all"

@@ -1,4 +1,4 @@
-"""What every model architecture says of itself without torch, and its keys that all have in common."""
+"""Facts that every model architecture has without torch, and its keys that all have in common."""
 
 from __future__ import annotations
 
@@ -153,8 +153,8 @@ class Model(Section):
 
     @abstractmethod
     def activations(self, size: int) -> Activations:
-        """What a block keeps for its backward pass, in PyTorch without torch.compile. size: bytes of an
-        activation."""
+        """Memory that a block keeps for its backward pass, in PyTorch without torch.compile. size: bytes
+        of an activation."""
 
     def float8_widths(self) -> dict[str, int]:
         """Widths of the blocks' matrices, by their names in messages: for float8."""
@@ -189,7 +189,7 @@ class Model(Section):
 
     @abstractmethod
     def to_hf(self, seq_len: int) -> dict[str, Any]:
-        """What config.json of an export says of this architecture, as transformers 4 and 5 read it,
+        """Values of this architecture in config.json of an export, as transformers 4 and 5 read it,
         without `architectures`, vocabulary and types. seq_len: train.seq_len."""
 
     def hf_tensor(self, name: str) -> str | None:

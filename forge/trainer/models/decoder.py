@@ -1,4 +1,4 @@
-"""What every decoder is to training, checkpoints and validation; and sampling from one.
+"""Interface of every decoder to training, checkpoints and validation; and sampling from one.
 
 Shape suffixes: B batch, T tokens of a sample, N all tokens of a batch, D model width, V vocabulary.
 """
