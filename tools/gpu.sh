@@ -26,4 +26,7 @@ elif [ $status != 3 ] && [ $status != 0 ]; then
         "and copy the directory gpu-wheels here" >&2
     exit 69
 fi
+if [ $status = 0 ]; then
+    export FORGE_GPU_CHECKS=gpu # PyTorch sees one, wherever its device file is
+fi
 "$python" -m pytest tests/gpu -p no:cacheprovider "$@"

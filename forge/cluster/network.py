@@ -103,7 +103,7 @@ def rank_settings(
         settings.append(Setting("NCCL_IB_DISABLE", "1", why))
     settings.append(LOST_PEER)
     if machine.device != "cpu" and count_gpus():
-        settings.append(_gpu_allocator())
+        settings += [RETHROW, _gpu_allocator()]
         # With this variable, start events keep collectives from overlapping with other kernels
         # (github.com/pytorch/pytorch/issues/143890).
         if "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ:
@@ -204,6 +204,12 @@ LOST_PEER = Setting(
 # enqueued the same collectives, and only the GPU knows which one it has started.
 STARTED = Setting(
     "TORCH_NCCL_ENABLE_TIMING", "1", "tells which rank has not started a collective that hangs"
+)
+
+# Else a thread of torch that meets an error of the GPU ends the process before it has said why, above all
+# while a save drains (torch 2.11: ProcessGroupNCCL.hpp).
+RETHROW = Setting(
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS", "0", "a rank says itself which error of the GPU ends it"
 )
 
 # torch writes its flight recorder to this prefix and the rank's number; it records without being asked.

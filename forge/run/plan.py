@@ -24,6 +24,7 @@ from forge.run.interruptions import known_here
 from forge.run.step_time import GPU, GPU_GIB, Speed, remedies, step_seconds, step_time
 
 MOST_NUMBERS = 8  # of nodes, in one line
+LITTLE = 0.6  # of a GPU, which train.micro_batch_size: auto leaves half empty
 
 
 def plan(config: Config, machine: Machine, layout: WorldLayout) -> None:
@@ -40,6 +41,7 @@ def plan(config: Config, machine: Machine, layout: WorldLayout) -> None:
     chosen = memory.with_micro_batch(shape, gpu_gib * GIB)
     steps = max(0, config.train.max_steps - first_step(config))
     lines = [*_facts(config, chosen, layout), *_shrink(machine, layout, config), *_network(chosen)]
+    lines += _half_empty(config, chosen, gpu_gib)
     lines += _times(chosen, machine, gpu_gib, steps)
     lines += _forecast(config, machine, layout, steps)
     print_plain("\n".join([*lines, ""]))
@@ -81,6 +83,19 @@ def _facts(config: Config, shape: Shape, layout: WorldLayout) -> list[str]:
         _data(config),
         f"ranks: {ranks}; micro-batch of {shape.micro_samples} samples{chosen}",
     ]
+
+
+def _half_empty(config: Config, shape: Shape, gpu_gib: float) -> Iterator[str]:
+    """A note where train.micro_batch_size: auto fills little of a GPU, since a rank's share of the batch
+    has no larger divisor that fits. shape: with the micro-batch that is chosen."""
+    filled = memory.estimate(shape).total / (gpu_gib * GIB)
+    larger = [n for n in range(shape.micro_samples + 1, shape.share + 1) if shape.share % n == 0]
+    if config.train.micro_batch_size == "auto" and larger and filled < LITTLE:
+        yield (
+            f"note: a micro-batch of {shape.micro_samples} fills {filled:.0%} of a GPU, the next divisor"
+            f" of a rank's {shape.share} samples, {larger[0]}, does not fit; a train.batch_size with more"
+            " divisors fills more"
+        )
 
 
 def _by_the_clock(train: Train) -> str:

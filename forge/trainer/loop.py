@@ -19,6 +19,7 @@ from forge.core.paths import RunPaths
 from forge.core.provenance import versions
 from forge.core.terminal import say
 from forge.data.loader import Windows, windows_by_source
+from forge.launch.lost_ranks import cause_of_gpu_error
 from forge.launch.process_group import World, collectives, dump_collectives, is_peer_loss
 from forge.launch.rank_output import RankProgress
 from forge.launch.rank_records import LaunchSpec, RankRecord
@@ -368,9 +369,10 @@ def train(
     try:
         return trainer.run(stop)
     except Exception as err:
-        # A save in progress may still be committed, unless it waits for a lost rank.
-        grace_sec = spec.machine.stop_grace_sec
-        trainer.saver.drain(PEERS_SAVE_SEC if is_peer_loss(err) else grace_sec)
+        # A save in progress may still be committed, unless it waits for a lost rank, or for a GPU that
+        # computes nothing any more.
+        is_hopeless = is_peer_loss(err) or cause_of_gpu_error(err)
+        trainer.saver.drain(PEERS_SAVE_SEC if is_hopeless else spec.machine.stop_grace_sec)
         raise
 
 

@@ -35,6 +35,8 @@ def prepare(device: torch.device, *, deterministic: bool = False) -> None:
     if deterministic and device.type == "cuda":
         # cuBLAS reads it when it makes its first handle (docs, "Results Reproducibility").
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # The compiler then chooses kernels without timing them; read when it is imported.
+        os.environ.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
         # Every allocation would be filled with NaN, against reading memory that was never written.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     call_each_mkl_function()

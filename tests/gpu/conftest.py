@@ -1,6 +1,7 @@
 """Where the checks of a GPU run, what they share, and the table of what they have measured.
 
-FORGE_GPU_CHECKS=cpu runs those that a CPU can, at a small size. FORGE_GPU_RESULTS names a file for the
+FORGE_GPU_CHECKS=cpu runs those that a CPU can, at a small size; `gpu` says that there is one, as
+tools/gpu.sh does where PyTorch sees it. FORGE_GPU_RESULTS names a file for the
 table as JSON. No module here is imported, and torch neither, where the checks do not run.
 """
 
@@ -17,7 +18,7 @@ from support.forked import LEFT_OVER
 from support.live_run import MARK, MARK_VALUE, TINY, Run, forge, kill_all, make_run
 
 ON_CPU = os.environ.get("FORGE_GPU_CHECKS") == "cpu"
-HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
+HAS_GPU = os.environ.get("FORGE_GPU_CHECKS") == "gpu" or any(Path("/dev").glob("nvidia[0-9]*"))
 WHY_NOT = "" if ON_CPU or HAS_GPU else "no GPU (FORGE_GPU_CHECKS=cpu runs what a CPU can)"
 
 

@@ -16,7 +16,10 @@ from forge.core.files import read_json, write_json
 from forge.core.process import hostname
 
 # 268 GB of embedded tokens in the first step: more than a GPU has.
-HUGE = ("--train.batch_size=2097152", "--model.dim=2048", "--model.heads=16", "--model.layers=1")
+HUGE = (
+    *("--train.batch_size=2097152", "--train.micro_batch_size=2097152"),
+    *("--model.dim=2048", "--model.heads=16", "--model.layers=1"),
+)
 
 
 def failure_of(run, done):

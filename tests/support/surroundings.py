@@ -30,7 +30,7 @@ OF_GPU = re.compile(r"(CUDA|NVIDIA|NCCL|GLOO)_")  # a site's own, with which its
 STEERING = re.compile(
     r"FORGE_(TEST_|GPU_|FAULTS|FUZZ|LABS|ABSENCES$|SLURM_DIR$|RENEW_SITES$|STORM_)|GIT_SSL|GIT_SSH"
 )
-HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
+HAS_GPU = os.environ.get("FORGE_GPU_CHECKS") == "gpu" or any(Path("/dev").glob("nvidia[0-9]*"))
 # Where a run, a user or `make` writes. Other files are a developer's, who may edit them meanwhile.
 FILES = (
     *("results", "data", ".snakemake", "build", "profiles"),

@@ -190,6 +190,7 @@ def test_gpus_get_memory_that_can_grow_unless_the_user_has_exported_how(node, mo
     monkeypatch.setattr(network, "count_gpus", lambda: 4)
     assert settings() == [
         *WITHOUT_INFINIBAND,
+        ("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0", network.RETHROW.reason),
         ("PYTORCH_ALLOC_CONF", "expandable_segments:True", why),
     ]
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
@@ -201,7 +202,7 @@ def test_gpus_get_memory_that_can_grow_unless_the_user_has_exported_how(node, mo
     ]
     assert "PYTORCH_ALLOC_CONF" not in os.environ
     machine = load_machine(None, {"device": "cpu"})
-    assert found[:-1] == network.rank_settings(machine, WorldLayout(1, 2), "10.0.0.1")
+    assert found[:-2] == network.rank_settings(machine, WorldLayout(1, 2), "10.0.0.1")
 
 
 def test_debug_adds_its_variables(node):

@@ -267,6 +267,21 @@ def test_auto_micro_batch_is_the_largest_that_fits_and_divides_the_share(config_
     assert all(row[-1] == "yes" for row in rows if int(row[-6]) > 1)
 
 
+def test_auto_micro_batch_that_leaves_half_of_a_gpu_empty_is_said(config_file, capsys):
+    auto = ("--train.micro_batch_size=auto", "--nodes=2", "--ranks-per-node=4", "--train.shard=all")
+    small = ("--model.dim=2048", "--model.layers=8", "--model.heads=16")
+    said = {}
+    for share in (67, 60):  # a prime; many divisors
+        code, printed = planned(
+            capsys, config_file, *auto, *small, f"--train.batch_size={8 * share}"
+        )
+        assert code == 0, printed.err
+        said[share] = [line for line in printed.out.splitlines() if "of a GPU, the next" in line]
+    assert (len(said[67]), said[60]) == (1, [])
+    assert "a micro-batch of 1 fills" in said[67][0]
+    assert "of a rank's 67 samples, 67, does not fit" in said[67][0]
+
+
 def test_plan_refuses_ranks_that_cannot_share_the_batch(config_file, capsys):
     code, printed = planned(capsys, config_file, "--ranks-per-node=6")
     assert code == 78 and "cannot be shared by a world of 6" in printed.err
