@@ -351,3 +351,24 @@ def test_failure_is_final_and_told_once_and_data_of_tasks_are_made_on_the_login_
         ("controller ended", "failed"),
     ]
     assert "are not finite" in events[0]["message"]
+
+
+@pytest.mark.weekly
+def test_family_trains_across_requeues_of_its_parent_and_its_child(
+    new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
+) -> None:
+    """By hand, while their ranks wait. The child goes on from its parent's data and state, to its end."""
+    project = new_project(on=1, values={"train": {**TINY_CONFIG["train"], "keep_every": INTERVAL}})
+    sheet = f"run\tparent\nbase\t\nchild\tbase@{INTERVAL}\n"
+    (project.folder / "config/runs.tsv").write_text(sheet)
+    own = Submitted(project)
+    job = own.submit(env=paused(FIRST))
+    for run in (project.run(), project.run("child")):
+        run.wait_for_pause(FIRST)
+        cluster.run("scontrol", "requeue", str(run.events("launch")[-1]["job"]))
+        run.end_pause_when_told_to_stop(FIRST)
+        run.wait_for_event("init", 2, timeout=150)
+    assert own.wait_for_end(job) == "COMPLETED", own.said()
+    uninterrupted.equals(project.run())
+    assert project.run("child").events("init")[0]["step"] == INTERVAL
+    assert project.run("child").weights_digest() == project.run().weights_digest()
