@@ -1,8 +1,9 @@
 """Where the checks of a GPU run, what they share, and the table of what they have measured.
 
 FORGE_GPU_CHECKS=cpu runs those that a CPU can, at a small size; `gpu` says that there is one, as
-tools/gpu.sh does where PyTorch sees it. FORGE_GPU_RESULTS names a file for the
-table as JSON. No module here is imported, and torch neither, where the checks do not run.
+tools/gpu.sh does where PyTorch sees it. FORGE_GPU_RESULTS names a file that gets a line of JSON for each
+check as it ends: a run that is killed leaves what it has measured. No module here is imported, and torch
+neither, where the checks do not run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.circles import CIRCLE
 from support.forked import LEFT_OVER
 from support.live_run import MARK, MARK_VALUE, TINY, Run, forge, kill_all, make_run
 
@@ -158,23 +160,35 @@ def measured(record_property: Callable[[str, object], None]) -> Callable[[str, o
 
 
 def _rows(reporter: Any) -> list[dict[str, Any]]:
-    """A row for each check: file, name, result, measured numbers, reason and seconds."""
+    """A row for each check."""
     rows = []
     for result in ("passed", "failed", "error", "xfailed", "xpassed", "skipped"):
         for report in reporter.stats.get(result, []):
-            if result == "passed" and report.when != "call":
-                continue
-            file, _, name = report.nodeid.partition("::")
-            row = {
-                "file": Path(file).name,
-                "check": name.removeprefix("test_").replace("_", " "),
-                "result": result,
-                "measured": dict(getattr(report, "user_properties", [])),
-                "reason": _reason(report),
-                "seconds": round(getattr(report, "duration", 0.0), 2),
-            }
-            rows.append(row)
+            if result != "passed" or report.when == "call":
+                rows.append(_row(report, result))
     return sorted(rows, key=lambda row: (row["file"], row["check"]))
+
+
+def _row(report: Any, result: str) -> dict[str, Any]:
+    """File, name, result, measured numbers, reason and seconds of a check."""
+    file, _, name = report.nodeid.partition("::")
+    return {
+        "file": Path(file).name,
+        "check": name.removeprefix("test_").replace("_", " "),
+        "result": result,
+        "measured": {k: v for k, v in report.user_properties if k != CIRCLE},
+        "reason": _reason(report),
+        "seconds": round(getattr(report, "duration", 0.0), 2),
+    }
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    results = os.environ.get("FORGE_GPU_RESULTS")
+    is_of_gpu = Path(report.nodeid.partition("::")[0]).parent.name == "gpu"
+    # Set-up and end of a check count where they fail, or skip it.
+    if results and is_of_gpu and (report.when == "call" or not report.passed):
+        with open(results, "a") as file:
+            file.write(json.dumps(_row(report, report.outcome), default=str) + "\n")
 
 
 def _reason(report: Any) -> str:
@@ -196,8 +210,6 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.write_line(f"{row['result']:8} {row['seconds']:6.1f} s  {where}")
         if notes:
             terminalreporter.write_line(f"{'':19}{notes}")
-    if results := os.environ.get("FORGE_GPU_RESULTS"):
-        Path(results).write_text(json.dumps({"checks": rows}, indent=1))
 
 
 def _shown(value: object) -> str:

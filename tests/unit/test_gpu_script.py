@@ -1,7 +1,10 @@
 """`make gpu` on a machine that cannot run the checks says what to do, and does not end with success."""
 
+import json
 import os
+import signal
 import subprocess
+import sys
 
 import pytest
 from support.repository import REPOSITORY
@@ -58,3 +61,26 @@ def test_checks_get_the_checkout_and_the_options_and_give_their_status(run, envi
     assert done.returncode == 5
     assert done.stdout.startswith(f"{SCRIPT.parents[1]}:")
     assert done.stdout.endswith("-m pytest tests/gpu -p no:cacheprovider -k loss\n")
+
+
+def test_each_check_leaves_a_row_as_it_ends_also_where_the_run_is_killed_later(tmp_path):
+    rows = tmp_path / "rows"
+    (tmp_path / "killed.py").write_text(
+        "import os, signal\ndef pytest_sessionfinish():\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, "FORGE_GPU_CHECKS": "cpu", "FORGE_GPU_RESULTS": str(rows)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "killed", "tests/gpu/test_machine.py"]
+    done = subprocess.run(
+        command,
+        env={**environ, "PYTHONPATH": paths},
+        cwd=REPOSITORY,
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    assert {row["result"] for row in found} == {"passed", "skipped"}
+    floors = [row for row in found if row["check"].startswith("floors are those of the named gpu")]
+    assert floors and all(row["file"] == "test_machine.py" for row in floors)
+    assert {row["reason"] for row in found if row["result"] == "skipped"} == {"needs a GPU"}
