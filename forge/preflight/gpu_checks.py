@@ -35,8 +35,9 @@ def gpu_checks() -> Iterator[Check]:
 
 
 def _checks(gpus: Sequence[Gpu]) -> Iterator[Check]:
-    yield _memory(gpus)
+    before = {gpu: gpu.uncorrected_errors or 0 for gpu in gpus}
     lasting = _lasting(gpus)
+    yield _memory(before)
     yield _clocks({gpu: reasons for gpu, (reasons, _) in lasting.items()})
     yield _links(gpus)
     yield _in_use({gpu: used for gpu, (_, used) in lasting.items()})
@@ -52,21 +53,25 @@ def _lasting(gpus: Sequence[Gpu]) -> dict[Gpu, tuple[int, int]]:
     return lasting
 
 
-def _memory(gpus: Sequence[Gpu]) -> Check:
-    troubles = []
-    for gpu in gpus:
+def _memory(before: Mapping[Gpu, int]) -> Check:
+    """Errors since the driver was loaded are no trouble by themselves: since A100, ECC takes the row out
+    of use. before: how many there were a moment ago."""
+    troubles, past = [], []
+    for gpu, old in before.items():
         waits, failed = gpu.remapping
-        errors = gpu.uncorrected_errors
-        troubles += [f"GPU {gpu.number} has {errors} uncorrected ECC errors"] if errors else []
+        errors = gpu.uncorrected_errors or 0
+        said = f"GPU {gpu.number} has {errors} uncorrected ECC errors"
+        troubles += [f"{said}, {errors - old} of them now"] if errors > old else []
         troubles += [f"GPU {gpu.number} could not remap a row"] if failed else []
         troubles += [f"GPU {gpu.number} has rows to remap"] if waits else []
-    if not troubles:
-        names = ", ".join(dict.fromkeys(gpu.name for gpu in gpus))
-        return Check("gpu memory", "ok", f"no uncorrected error on {len(gpus)} GPUs ({names})")
+        past += [said] if errors else []
+    if not troubles and not past:
+        names = ", ".join(dict.fromkeys(gpu.name for gpu in before))
+        return Check("gpu memory", "ok", f"no uncorrected error on {len(before)} GPUs ({names})")
     return Check(
         "gpu memory",
-        "fail",
-        "; ".join(troubles),
+        "fail" if troubles else "warn",
+        "; ".join(troubles or past),
         "leave this node out; an administrator resets the GPU (nvidia-smi -r), or has it replaced",
         cause="memory cells have failed: a job there may end with a CUDA error at any time",
     )

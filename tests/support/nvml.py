@@ -17,7 +17,7 @@ class FakeGpu:
 
     name: str = "NVIDIA H100 80GB HBM3"
     uuid: str = "GPU-0"
-    ecc: int = 0
+    ecc: list[int] = field(default_factory=lambda: [0])  # of one reading after another
     remapped: tuple[int, int, int, int] = (0, 0, 0, 0)
     reasons: list[int] = field(default_factory=lambda: [1])  # of one reading after another
     lanes: tuple[int, int] = (16, 16)
@@ -31,7 +31,7 @@ class FakeGpu:
     def answers(self) -> dict[str, Any]:
         return {
             "Name": self.name,
-            "TotalEccErrors": self.ecc,
+            "TotalEccErrors": self.ecc[0],
             "RemappedRows": self.remapped,
             "CurrentClocksThrottleReasons": self.reasons[0],
             "CurrPcieLinkWidth": self.lanes[0],
@@ -63,6 +63,8 @@ def install(monkeypatch, *gpus: FakeGpu) -> None:
             value = raises(gpu.errors[what]) if what in gpu.errors else gpu.answers()[what]
             if "Clocks" in what:
                 del gpu.reasons[: len(gpu.reasons) > 1]
+            if "Ecc" in what:
+                del gpu.ecc[: len(gpu.ecc) > 1]
             return value
 
         return asked

@@ -56,7 +56,7 @@ def test_a_driver_that_does_not_answer_is_said(monkeypatch):
 @pytest.mark.parametrize(
     ("fake", "message"),
     [
-        (FakeGpu(ecc=2), "GPU 1 has 2 uncorrected ECC errors"),
+        (FakeGpu(ecc=[2, 5]), "GPU 1 has 5 uncorrected ECC errors, 3 of them now"),
         (FakeGpu(remapped=(0, 1, 1, 0)), "GPU 1 has rows to remap"),
         (FakeGpu(remapped=(0, 9, 0, 1)), "GPU 1 could not remap a row"),
     ],
@@ -64,6 +64,11 @@ def test_a_driver_that_does_not_answer_is_said(monkeypatch):
 def test_failing_memory_fails(monkeypatch, fake, message):
     check = problems(monkeypatch, FakeGpu(), fake)["gpu memory"]
     assert (check.status, check.message) == ("fail", message)
+
+
+def test_errors_that_do_not_grow_warn(monkeypatch):
+    check = problems(monkeypatch, FakeGpu(), FakeGpu(ecc=[2]))["gpu memory"]
+    assert (check.status, check.message) == ("warn", "GPU 1 has 2 uncorrected ECC errors")
 
 
 def test_rows_that_were_remapped_are_no_trouble(monkeypatch):
@@ -131,12 +136,12 @@ def test_what_a_gpu_does_not_answer_is_no_trouble(monkeypatch, code):
     [("1", ["bad"]), ("GPU-1", ["bad"]), ("0", []), ("", []), ("0,1", ["bad"]), ("7", [])],
 )
 def test_only_gpus_that_were_given_to_us_are_checked(monkeypatch, visible, numbers):
-    nvml.install(monkeypatch, FakeGpu(), FakeGpu(uuid="GPU-1", ecc=1))
+    nvml.install(monkeypatch, FakeGpu(), FakeGpu(uuid="GPU-1", remapped=(0, 0, 0, 1)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert ["bad" for check in gpu_checks() if check.status == "fail"] == numbers
 
 
 def test_sick_gpus_exclude_a_node_even_where_all_have_some(monkeypatch):
-    checks = list(problems(monkeypatch, FakeGpu(ecc=1)).values())
+    checks = list(problems(monkeypatch, FakeGpu(remapped=(0, 0, 0, 1))).values())
     assert set(bad_nodes([CheckedNode("n1", checks), CheckedNode("n2", checks)])) == {"n1", "n2"}
     assert set(NAMES) - {"gpu links"} <= set(compare_nodes.OWN)
