@@ -322,6 +322,7 @@ def _watch(
             if killed_at and now > killed_at:
                 _kill_all(spec, child)
             time.sleep(POLL_SEC)
+    spec.check_run_is_there()  # ranks that could not write may have ended before the last look
 
 
 def _environment(spec: LaunchSpec) -> dict[str, str]:
