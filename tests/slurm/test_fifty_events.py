@@ -28,9 +28,9 @@ from forge.checkpoint import resume
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import ClusterError, wait_until
 
-from .job_run import TINY_CONFIG, Progress, Uninterrupted, lose, paced
+from .job_run import TINY_CONFIG, Progress, Uninterrupted, lose, paced, snakemakes_of
 from .project import Project
-from .test_submit import Submitted, snakemake_of
+from .test_submit import Submitted
 
 NewProject = Callable[..., Project]
 EVENTS = int(os.environ.get("FORGE_STORM_EVENTS") or 50)
@@ -239,7 +239,7 @@ GOES_ON: dict[str, Callable[[Struck], object]] = {
     "1 Mbit/s for 15 s": slow,
     "slurmctld away": away("slurmctld"),
     "both daemons away": away("slurmctld", "slurmdbd"),
-    "controller's Snakemake killed": lambda struck: snakemake_of(struck.own.project).kill(),
+    "controller's Snakemake killed": lambda struck: snakemakes_of(struck.controller)[0].kill(),
     "controller requeued": requeue_controller,
     "looked at": ask,
     "validated, exported, submitted again": validate_beside,
