@@ -192,6 +192,19 @@ def warn(struck: Struck) -> None:
     struck.cluster.run("scancel", "--signal=USR1", struck.job)
 
 
+def kill_snakemake_of_controller(struck: Struck) -> None:
+    """kill -9; that of the training job works in the same folder, and is another one."""
+    of_job = {process.pid for process in snakemakes_of(struck.job)}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            is_one = process.cmdline()[1:3] == ["-m", "snakemake"]
+            here = is_one and process.cwd() == str(struck.own.project.folder)
+            if here and process.pid not in of_job:
+                process.kill()
+                return
+    raise ClusterError("no Snakemake of the controller")
+
+
 def requeue_controller(struck: Struck) -> None:
     struck.cluster.run("scontrol", "requeue", struck.controller)
     time.sleep(15)
@@ -239,7 +252,7 @@ GOES_ON: dict[str, Callable[[Struck], object]] = {
     "1 Mbit/s for 15 s": slow,
     "slurmctld away": away("slurmctld"),
     "both daemons away": away("slurmctld", "slurmdbd"),
-    "controller's Snakemake killed": lambda struck: snakemakes_of(struck.controller)[0].kill(),
+    "controller's Snakemake killed": kill_snakemake_of_controller,
     "controller requeued": requeue_controller,
     "looked at": ask,
     "validated, exported, submitted again": validate_beside,
