@@ -151,8 +151,8 @@ class LaunchSpec(Record):
             raise UnfitError(
                 f"{self.run} was removed or moved while its ranks ran: nothing more is written there",
                 cause=f"{self.path} is gone, which Forge removes only after the ranks have ended",
-                fix="put the directory back and give the same command again, which resumes; without it"
-                " the command starts from the beginning",
+                fix="put the directory back and rerun the same command, which resumes; without the"
+                " directory the command starts from the beginning",
             ) from None
 
     @property
