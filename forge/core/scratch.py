@@ -20,17 +20,23 @@ OWNER = "owner.json"  # the process that made it
 @contextmanager
 def scratch_directory(purpose: str) -> Iterator[Path]:
     """An empty directory in TMPDIR, `forge-PURPOSE-…/files`, which is removed afterwards. Raises
-    UnfitError where the disk cannot be written."""
+    UnfitError where the disk cannot be written, nothing where it cannot be removed: what was made in it
+    is done by then, and the next command removes the rest."""
     prefix = f"forge-{purpose}-"
     for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         if _is_of_a_dead_process(left):
             shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix) as place:
-        files = Path(place) / "files"
+    place = Path(tempfile.mkdtemp(prefix=prefix))
+    files = place / "files"
+    try:
         with disk_trouble(files):
-            write_json(files.with_name(OWNER), Process.current().to_json())
+            write_json(place / OWNER, Process.current().to_json())
             files.mkdir()
         yield files
+    finally:
+        shutil.rmtree(files, ignore_errors=True)
+        if not files.exists():  # else the next command has to know whose they are
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _is_of_a_dead_process(place: Path) -> bool:

@@ -59,6 +59,8 @@ def start_monitor(spec: LaunchSpec, rank: Rank) -> None:
     every_sec = spec.machine.monitor.every_sec
     if rank.local_rank or not every_sec or not isinstance(spec.task, TrainTask | ProgramTask):
         return
+    with suppress(OSError):  # the monitor tells
+        RunPaths(Path(spec.run)).monitor.mkdir(exist_ok=True)
     module = [sys.executable, "-m", "forge.launch.monitor"]
     arguments = [spec.run, spec.launch, str(every_sec), str(os.getpid())]
     try:
@@ -69,7 +71,11 @@ def start_monitor(spec: LaunchSpec, rank: Rank) -> None:
 
 
 def main(run: str, launch: str, every_sec: str, parent: str) -> None:
-    """Write lines until the rank ends, the disk is full, or the run's directory is gone."""
+    """Write lines until the rank ends, the disk is full, or the run's directory is gone.
+
+    The rank has made the folder: a monitor that starts after its rank has ended must make nothing, where
+    the next command may be removing the run.
+    """
     stop_with_parent()
     for number in (
         signal.SIGINT,
@@ -82,8 +88,6 @@ def main(run: str, launch: str, every_sec: str, parent: str) -> None:
         gpus: list[Gpu] = []
         with suppress(UnfitError):  # preflight has told
             gpus = stack.enter_context(visible_gpus())
-        with suppress(OSError):  # the first line tells
-            file.parent.mkdir(exist_ok=True)
         while os.getppid() == int(parent) and Path(run).is_dir():
             json_lines.append(file, asdict(node_load(launch, gpus)))
             time.sleep(float(every_sec))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -83,6 +84,21 @@ def test_directory_of_nobody_knows_whom_stays(temporary, change):
         write_json(left / OWNER, {**read_json(left / OWNER), **change})
     with scratch_directory("reproduce"):
         assert left.exists()
+
+
+def test_what_cannot_be_removed_fails_no_command_and_goes_with_the_next(temporary, monkeypatch):
+    def rmdir(path, **_):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patch, scratch_directory("reproduce") as files:
+        (files / "again").mkdir()
+        patch.setattr(os, "rmdir", rmdir)
+        owner = files.with_name(OWNER)
+        gone = 2**22 + 1  # above what a process can have: as after the end of this one
+        write_json(owner, {**read_json(owner), "pid": gone})
+    assert files.exists()
+    with scratch_directory("reproduce"):
+        assert not files.exists()
 
 
 def test_link_is_not_followed(temporary, tmp_path_factory):

@@ -2,6 +2,8 @@
 no rank."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -93,6 +95,18 @@ def test_it_ends_when_its_rank_is_another_one(tmp_path, monkeypatch):
     monkeypatch.setattr(monitor.signal, "signal", lambda *_: None)
     parents = iter([7, 7, 1])
     monkeypatch.setattr(monitor.os, "getppid", lambda: next(parents))
+    (tmp_path / "monitor").mkdir()
     monitor.main(str(tmp_path), "l1", "0.01", "7")
     lines = (tmp_path / "monitor" / f"{hostname()}.jsonl").read_text().splitlines()
     assert [json.loads(line)["launch"] for line in lines] == ["l1", "l1"]
+
+
+def test_a_monitor_that_starts_after_its_rank_has_ended_makes_nothing(tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    done = subprocess.run(
+        [sys.executable, "-m", "forge.launch.monitor", str(tmp_path), "l1", "1", str(ended.pid)],
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0 and list(tmp_path.iterdir()) == []
