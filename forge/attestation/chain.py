@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_serializer
 
 from forge.checkpoint.manifest import Artifact, Code, Numerics, ParentCheckpoint, Versions
 from forge.core.records import LaunchEnvironment, RecordPart, Score
@@ -88,8 +88,19 @@ class ConfigUsed(ChainLink):
 
     link: Literal["config"] = "config"
     blake3: str
+    """Of all values, with their paths."""
     values: dict[str, Any] | None
-    """None for a run of a program whose config.json has changed since."""
+    """None for a run of a program whose config.json has changed since, and where `without_folders` is in
+    their place."""
+    without_folders: dict[str, Any] | None = None
+    """The values with `.../NAME` in place of absolute paths; only where there are any, and the statement
+    is not of `forge export --full`."""
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, values: Any) -> dict[str, Any]:
+        """Statements without absolute paths have no such key."""
+        content: dict[str, Any] = values(self)
+        return {k: v for k, v in content.items() if k != "without_folders" or v is not None}
 
 
 class CodeUsed(ChainLink):
@@ -106,11 +117,12 @@ class EnvironmentUsed(ChainLink):
     versions: Versions | None
     """Of Python and of the packages on which the last bits of a result may depend."""
     packages: dict[str, str] | None
-    """All that were installed; None also where the checkpoint does not tell."""
+    """All that were installed, with `forge export --full`; None also where the checkpoint does not
+    tell."""
     cpu: str | None
     numerics: Numerics | None
     launch: LaunchEnvironment | None
-    """Variables, modules and container that machine.yaml adds."""
+    """Variables, modules and container that machine.yaml adds, with `forge export --full`."""
 
 
 class ParentsUsed(ChainLink):
@@ -141,7 +153,8 @@ class CheckpointsSaved(ChainLink):
 
 
 class LaunchMade(RecordPart):
-    """A start of the ranks, and how it ended. Times are seconds since the epoch."""
+    """A start of the ranks, and how it ended. Times are seconds since the first launch began; with
+    `forge export --full`, and before there was this option, since the epoch."""
 
     started: float
     ended: float

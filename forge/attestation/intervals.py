@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from forge.attestation.reduce import stated_values
 from forge.attestation.verify import Links, VerificationError, part
 from forge.checkpoint.checkpoints import RunCheckpoints, SavedCheckpoint
 from forge.core.errors import DataError
@@ -139,7 +140,7 @@ def _names_a_start(links: Links) -> bool:
     parents, too: what a stranger's config names is not opened."""
     if "program" in links:  # which begins from nothing that Forge knows
         return False
-    values = part(links["config"], "values", dict)
+    values = stated_values(links)
     return bool(values.get("parent") or part(values, "model", dict).get("init"))
 
 

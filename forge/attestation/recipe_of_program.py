@@ -22,6 +22,7 @@ from forge.attestation.certificate import MadeBy, TrainedAgain
 from forge.attestation.chain import ProgramUsed
 from forge.attestation.intervals import Interval
 from forge.attestation.judgement import code_differences, judged_program
+from forge.attestation.reduce import without_folders
 from forge.attestation.reproduce_options import ReproduceOptions
 from forge.attestation.retrain import RUN, Retrainer
 from forge.attestation.verify import Links, VerificationError, part
@@ -76,7 +77,8 @@ class ProgramRecipe:
 
     def refuse_other_program(self) -> None:
         """ConfigError where the user's program is not that of the statement."""
-        stated, values = _stated(self.links), self.links["config"].get("values")
+        stated, config = _stated(self.links), self.links["config"]
+        values = config.get("values") or config.get("without_folders")
         section = values.get("program") if isinstance(values, dict) else None
         recorded = section if isinstance(section, dict) else {"command": stated.command}
         ours = self.own.program.model_dump(mode="json", by_alias=True)
@@ -84,7 +86,7 @@ class ProgramRecipe:
         pairs.append(("command", stated.command, ours["command"]))
         pairs.append(("source", _digest(stated.source), self._source_digest()))
         for key, then, now in pairs:
-            if then != now:
+            if then not in (now, without_folders(now)):
                 raise ConfigError(
                     f"program.{key} of the statement is {shown(then)}, and in your config {shown(now)}",
                     cause="the program was changed after the run, or this is the config of another run",
@@ -145,7 +147,8 @@ class ProgramRecipe:
             return
         made_by, stated = interval.end.seal.lineage, _stated(self.links)
         same_source = _digest(made_by.source) == _digest(stated.source)
-        if made_by.command != stated.command or not same_source:
+        same_command = stated.command in (made_by.command, without_folders(made_by.command))
+        if not same_command or not same_source:
             raise VerificationError(
                 f"step {interval.last} was saved by another"
                 f" {'command' if same_source else 'version of the program'} than the statement's"

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from forge.attestation.certificate import MadeBy, TrainedAgain
 from forge.attestation.intervals import Interval
 from forge.attestation.judgement import differences, judged
+from forge.attestation.reduce import stated_values
 from forge.attestation.reproduce_options import ReproduceOptions
 from forge.attestation.retokenize import stated_ids, verify_texts
 from forge.attestation.retrain import RUN, Retrainer
@@ -65,14 +66,14 @@ class TrainerRecipe:
     def config(self, interval: Interval[Checkpoint], data: Path, place: Path) -> ResolvedConfig:
         """Keys that may change when a run resumes are those of the checkpoint at its end."""
         stated = self.links["config"]
-        values = part(stated, "values", dict)
-        if digest_bytes(canonical(values)) != stated.get("blake3"):
+        values, is_whole = stated_values(self.links), stated.get("values") is not None
+        if is_whole and digest_bytes(canonical(values)) != stated.get("blake3"):
             raise VerificationError("the values of the config do not have the digest beside them")
         ids, tokenizer = stated_ids(self.links), part(values, "tokenizer", dict)
         is_trained = tokenizer.get("source") == "train"
         made = {
             **{"run": RUN, "results": str(place), "data": str(data)},
-            "model": part(values, "model", dict),
+            "model": _model(part(values, "model", dict), interval, is_whole),
             "train": _train(part(values, "train", dict), interval),
             "parent": values.get("parent"),
             "tokenizer": {"vocab_size": tokenizer.get("vocab_size")} if is_trained else {},
@@ -150,6 +151,17 @@ class TrainerRecipe:
             numerics=lineage.numerics,
             machine=machine,
         )
+
+
+def _model(
+    stated: dict[str, Any], interval: Interval[Checkpoint], is_whole: bool
+) -> dict[str, Any]:
+    """With the path of `init` that the checkpoint names, where the statement has its last name alone:
+    nothing is read there, since a checkpoint is resumed."""
+    if is_whole or not stated.get("init") or not interval.begin:
+        return stated
+    recorded = interval.begin.manifest.lineage.config.model
+    return {**stated, "init": compatibility.recorded_value("model", recorded, "init")}
 
 
 def _train(stated: dict[str, Any], interval: Interval[Checkpoint]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from forge.attestation.chain import TextFile, Texts, TokenizerMade, TokensMade, TokensOfSource
+from forge.attestation.reduce import HIDDEN, stated_values
 from forge.attestation.verify import MOST_NAMED, Links, VerificationError, part
 from forge.core.config import Config, Ids, ResolvedConfig, checked
 from forge.core.errors import DataError, ForgeError
@@ -48,6 +49,12 @@ def verify_texts(texts: str, links: Links, export: Path, keep: Path | None = Non
         raise VerificationError(
             "the statement does not list the text files: they were gone before, or too many for it"
         )
+    if keep and any(file.name.startswith(HIDDEN) for files in stated.values() for file in files):
+        raise VerificationError(
+            f"its text files have {HIDDEN} in place of their directories, and the tokens that the run was"
+            " trained on name them in full: `forge verify --data` compares them; to train on them needs"
+            " the statement of `forge export --full`"
+        )
     _check_sources({*stated}, links)
     found = _found(texts, [file for files in stated.values() for file in files])
     with scratch_directory("verify") as place:
@@ -70,7 +77,7 @@ def verify_texts(texts: str, links: Links, export: Path, keep: Path | None = Non
 
 def _check_sources(stated: set[str], links: Links) -> None:
     """Refused where the config names other sources than the texts."""
-    sources = part(part(links["config"], "values", dict), "tokenize", dict).get("sources")
+    sources = part(stated_values(links), "tokenize", dict).get("sources")
     in_config = {*sources} if isinstance(sources, dict) else {""}
     if not stated == in_config == {*(stated_ids(links).sources or [""])}:
         raise VerificationError("the config of the statement has other sources than its texts")
@@ -139,7 +146,7 @@ def _config(
 ) -> ResolvedConfig:
     """The config that makes the tokens again. Of the statement it has numbers and names of formats, and
     no path."""
-    values = part(links["config"], "values", dict)
+    values = stated_values(links)
     section = part(values, "tokenize", dict)
     sources = section.get("sources")
     if isinstance(sources, dict):
@@ -225,7 +232,7 @@ def _different_shards(made: ShardManifest, stated: TokensOfSource) -> Iterator[s
 
 def stated_ids(links: Links) -> Ids:
     """The content ids in the config of a statement, which are safe as names of directories."""
-    values = part(links["config"], "values", dict)
+    values = stated_values(links)
     try:
         return checked(Ids, part(values, "ids", dict), "the statement")
     except ForgeError as err:

@@ -17,6 +17,7 @@ import forge
 from forge.attestation import verify
 from forge.attestation.chain import ChainLink, ExportMade, Predicate, Texts
 from forge.attestation.of_run import links_of_run
+from forge.attestation.reduce import absolute_paths, reduced
 from forge.checkpoint.checkpoints import SavedCheckpoint
 from forge.checkpoint.export_folder import MANIFEST
 from forge.checkpoint.resume import is_checkpoint, named
@@ -34,8 +35,9 @@ from forge.core.terminal import progress, say
 from forge.run.programs import SavedRun
 
 
-def write_statement(export: Path, saved: SavedRun) -> Path:
+def write_statement(export: Path, saved: SavedRun, *, is_full: bool = False) -> Path:
     """Write the statement of an export of this run; its path. A signature of an older one is removed.
+    is_full: with all that `reduce` leaves out. A full one that is there stays: certificates are of it.
 
     Raises DataError where the exported checkpoint is no longer there, UnfitError when the disk cannot be
     written.
@@ -49,31 +51,35 @@ def write_statement(export: Path, saved: SavedRun) -> Path:
         dtype=facts.get("dtype"),
         weights=facts.get("weights_digest"),
     )
-    statement = statement_of([*links_of_run(saved, checkpoint, made)], [*_subjects(export)])
+    links, subjects = [*links_of_run(saved, checkpoint, made)], [*_subjects(export)]
     path = export / verify.STATEMENT
-    if path.exists() and read_object_or_empty(path) == statement:
-        say(f"statement in {path}: nothing to do")
-        return path
+    statement = statement_of(links if is_full else reduced(links), subjects)
+    if path.exists():
+        there = read_object_or_empty(path)
+        if there == statement:
+            say(f"statement in {path}: nothing to do")
+            return path
+        if not is_full and there == statement_of(links, subjects):
+            say(f"statement in {path}: it stays, with packages, times and full paths (--full)")
+            return path
     with disk_trouble(path):
         for name in verify.SIGNATURES:
             (export / name).unlink(missing_ok=True)
         write_json(path, statement)
     say(f"statement {statement['predicate']['sha256'][:12]}: {path}")
-    if absolute := sorted(set(_absolute_paths(statement["predicate"]))):
-        say(
-            f"note: it has {len(absolute)} absolute paths, such as {absolute[0]}, which whoever gets the"
-            " export can read; relative ones in the config stay relative"
-        )
+    if absolute := sorted({*absolute_paths([link.model_dump(mode="json") for link in links])}):
+        say(_note(absolute, is_full))
     return path
 
 
-def _absolute_paths(value: Any) -> Iterator[str]:
-    """Strings of a statement that are absolute paths of this machine."""
-    if isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _absolute_paths(each)
-    elif isinstance(value, str) and value.startswith("/"):
-        yield value
+def _note(absolute: Sequence[str], is_full: bool) -> str:
+    some = f"{len(absolute)} absolute paths, such as {absolute[0]}"
+    if is_full:
+        return f"note: it has {some}, which whoever gets the export can read"
+    return (
+        f"note: of {some}, it has the last names: whoever has the texts can verify them, and make the"
+        " tokens of the run again only with the statement of --full, or of a config with relative paths"
+    )
 
 
 def statement_of(links: Sequence[ChainLink], subjects: list[dict[str, Any]]) -> dict[str, Any]:

@@ -60,6 +60,11 @@ def _export_options(parser: argparse.ArgumentParser) -> None:
     option(
         "--sign", metavar="KEY", type=path_option, help="sign the statement with this private key"
     )
+    option(
+        "--full",
+        action="store_true",
+        help="a statement with installed packages, times of the clock and full paths, too",
+    )
 
 
 def _statement_options(parser: argparse.ArgumentParser, folder: str) -> None:
@@ -172,10 +177,10 @@ def _export(options: argparse.Namespace) -> None:
     folder = saved.export(options.to, options.dtype)
     if not options.to:
         record_export(folder)
-    _attest(folder, saved, key, None if is_new else options.dtype)
+    _attest(folder, saved, key, None if is_new else options.dtype, is_full=options.full)
 
 
-def _attest(folder: Path, saved: Any, key: Any, dtype: str | None) -> None:
+def _attest(folder: Path, saved: Any, key: Any, dtype: str | None, *, is_full: bool) -> None:
     """Write the statement of an export, signed where there is a key. dtype: of the weights where the
     export was there before; None for a new one."""
     from forge.attestation.statement import refuse_planted, write_statement
@@ -183,7 +188,7 @@ def _attest(folder: Path, saved: Any, key: Any, dtype: str | None) -> None:
 
     expected = refuse_planted(folder, saved, dtype) if key and dtype else None
     with lock(folder.parent, "export", name=f".{folder.name}.lock"):
-        write_statement(folder, saved)
+        write_statement(folder, saved, is_full=is_full)
         if key:
             from forge.attestation.signing import sign
 

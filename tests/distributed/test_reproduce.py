@@ -80,7 +80,7 @@ def model(exported: Path, tmp_path: Path) -> Path:
 
 
 def export_of(run: Run, to: Path) -> Path:
-    outcome = forge("export", str(run.folder), f"--to={to}", run.data)
+    outcome = forge("export", str(run.folder), f"--to={to}", "--full", run.data)
     assert outcome.code == 0, outcome.text
     return to
 
@@ -191,6 +191,18 @@ def test_whole_run_is_made_from_texts_alone_by_launched_ranks(
     made = certificate()
     assert outcomes() == [(0, 12, "bitwise")]
     assert (made.texts, made.export, made.seed, made.chance) == ("made again", "same", None, 1.0)
+
+
+def test_statement_without_full_paths_is_reproduced_but_not_from_texts(
+    project, honest, tiny_project
+):
+    assert forge("export", str(honest.folder), "--to=short", honest.data).code == 0
+    done = reproduce(Path("short"), f"--checkpoints={honest.folder}", "--whole")
+    assert done.code == 0, done.text
+    assert outcomes() == [(0, 12, "bitwise")]
+    done = reproduce(Path("short"), "--whole", f"--data={tiny_project / 'corpus'}")
+    assert done.code == 65
+    assert "the statement of `forge export --full`" in done.text
 
 
 def test_certificate_is_a_signed_statement_about_the_statement(project, honest, exported):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from support.statements import make_consistent
 from forge.attestation import verify
 from forge.attestation.chain import Predicate
 from forge.core.files import digest_bytes, digest_file, read_json, write_json
+from forge.core.process import hostname
 
 VERIFIER = Path(verify.__file__)
 Change = Callable[[dict[str, Any]], object]
@@ -56,7 +58,8 @@ def export(signed: Path, tmp_path: Path) -> Path:
 
 
 def exported(run: Run, to: Path, *more: str) -> Path:
-    outcome = forge("export", str(run.folder), f"--to={to}", run.data, *more)
+    """An export with a full statement: the project of these tests has absolute paths."""
+    outcome = forge("export", str(run.folder), f"--to={to}", "--full", run.data, *more)
     assert outcome.code == 0, outcome.text
     return to
 
@@ -227,14 +230,52 @@ def test_tokens_that_are_gone_are_said_to_be_and_their_digest_stays(trained, tmp
     verify.verify(tmp_path / "model")
 
 
-def test_absolute_paths_that_a_statement_publishes_are_said(trained, tiny_project, tmp_path):
-    outcome = forge("export", str(trained.folder), f"--to={tmp_path / 'model'}", trained.data)
+def test_absolute_paths_that_a_full_statement_publishes_are_said(trained, tiny_project, tmp_path):
+    outcome = forge(
+        "export", str(trained.folder), f"--to={tmp_path / 'model'}", "--full", trained.data
+    )
     assert outcome.code == 0, outcome.text
     [named] = re.findall(r"it has (\d+) absolute paths, such as (\S+), which", outcome.text)
     [files] = links_of(tmp_path / "model")["texts"]["files"].values()
     paths = {file["name"] for file in files}
     assert int(named[0]) >= len(paths)
     assert named[1].startswith(str(tiny_project.parent))
+
+
+def test_export_publishes_no_path_host_user_package_or_time_of_the_clock(
+    trained, tiny_project, tmp_path, capsys
+):
+    model = tmp_path / "model"
+    outcome = forge("export", str(trained.folder), f"--to={model}", trained.data)
+    assert outcome.code == 0, outcome.text
+    assert re.search(r"of \d+ absolute paths, such as /\S+, it has the last names", outcome.text)
+    published = b"\0".join(path.read_bytes() for path in model.iterdir())
+    secrets = [str(tiny_project.parent), str(trained.folder.parent), hostname(), getpass.getuser()]
+    assert not [
+        one for one in secrets if re.search(rb"\b%s\b" % re.escape(one.encode()), published)
+    ]
+    links = links_of(model)
+    assert links["environment"]["packages"] is None
+    launches = links["launches"]["launches"]
+    assert launches[0]["started"] == 0.0
+    assert 0 < launches[0]["ended"] <= launches[1]["started"] < launches[1]["ended"] < 3600
+    names = [file["name"] for file in links["texts"]["files"][""]]
+    assert names[0] == ".../corpus/00.txt"
+    assert links["config"]["values"] is None
+    assert links["config"]["without_folders"]["tokenize"]["inputs"] == [".../corpus"]
+    verified = forge("verify", str(model), f"--data={tiny_project / 'corpus'}")
+    assert verified.code == 0, verified.text
+    assert "give the tokenizer and 2 shards of the statement" in capsys.readouterr().out
+
+
+def test_full_statement_that_is_there_stays(trained, keys, tmp_path):
+    """Certificates are of it."""
+    model = exported(trained, tmp_path / "model", f"--sign={keys['own']}")
+    before = {path.name: digest_file(path) for path in model.iterdir()}
+    outcome = forge("export", str(trained.folder), f"--to={model}", trained.data)
+    assert outcome.code == 0, outcome.text
+    assert "it stays, with packages, times and full paths" in outcome.text
+    assert {path.name: digest_file(path) for path in model.iterdir()} == before
 
 
 # --- who may believe it -----------------------------------------------------------------------------

@@ -1,0 +1,92 @@
+"""A statement must tell of no directory, machine or hour of its author, and stay one that is verified."""
+
+from __future__ import annotations
+
+import pytest
+
+from forge.attestation.chain import ConfigUsed, EnvironmentUsed, LaunchesMade, LaunchMade, Texts
+from forge.attestation.reduce import absolute_paths, reduced, stated_values, without_folders
+from forge.attestation.verify import VerificationError
+from forge.core.records import LaunchEnvironment
+
+LAUNCH = LaunchMade(
+    **{"started": 1.8e9, "ended": 1.8e9 + 60.25, "world_size": 2, "nodes": 1},
+    **{"resumed_from": 0, "last_step": 4, "outcome": "completed"},
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        ("/n/lab/alice/texts", ".../texts"),
+        ("/n/lab/alice/texts/", ".../texts"),
+        ("~alice/texts", ".../texts"),
+        ("~/texts", ".../texts"),
+        ("--to=/home/alice/out", "--to=.../out"),
+        ("cd /home/alice/run && python /opt/x/train.py", "cd .../run && python .../train.py"),
+        ("PATH=/home/alice/bin:/usr/bin", "PATH=.../bin:.../bin"),
+        ("'/home/alice/a b'", "'.../a b'"),
+    ],
+)
+def test_absolute_paths_keep_their_last_names(text, short):
+    assert without_folders(text) == short
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "corpus",
+        "data/corpus",
+        "../corpus",
+        "https://example.org/a/b",
+        "hf:org/name",
+        "a/b",
+        "<|/s|>",
+    ],
+)
+def test_relative_paths_addresses_and_other_texts_stay(text):
+    assert without_folders(text) == text
+    assert not [*absolute_paths(text)]
+
+
+def test_names_of_texts_keep_what_is_below_the_directory_of_the_config():
+    texts = Texts(
+        files={"": [{"name": "/home/alice/texts/a/00.txt", "bytes": 1, "blake3": "b"}]}  # type: ignore[list-item]
+    )
+    config = ConfigUsed(blake3="c", values={"tokenize": {"inputs": ["/home/alice/texts"]}})
+    made, hidden = reduced([texts, config])
+    assert isinstance(made, Texts)
+    assert made.files is not None
+    assert made.files[""][0].name == ".../texts/a/00.txt"
+    assert isinstance(hidden, ConfigUsed)
+    assert (hidden.values, hidden.blake3) == (None, "c")
+    assert hidden.without_folders == {"tokenize": {"inputs": [".../texts"]}}
+
+
+def test_config_without_absolute_paths_stays_with_its_values_and_bytes():
+    config = ConfigUsed(blake3="c", values={"tokenize": {"inputs": ["corpus"]}})
+    assert reduced([config]) == [config]
+    assert config.model_dump().keys() == {"link", "previous", "blake3", "values"}
+
+
+def test_times_are_those_since_the_first_launch_and_packages_and_variables_are_left_out():
+    later = LAUNCH.model_copy(update={"started": 1.8e9 + 100, "ended": 1.8e9 + 200})
+    environment = EnvironmentUsed(
+        versions=None,
+        packages={"torch": "2"},
+        cpu="EPYC",
+        numerics=None,
+        launch=LaunchEnvironment(variables=["LAB_TOKEN"], container=None),
+    )
+    launches, around = reduced([LaunchesMade(launches=[LAUNCH, later]), environment])
+    assert isinstance(launches, LaunchesMade)
+    assert [(one.started, one.ended) for one in launches.launches] == [(0.0, 60.2), (100.0, 200.0)]
+    assert isinstance(around, EnvironmentUsed)
+    assert (around.packages, around.launch, around.cpu) == (None, None, "EPYC")
+
+
+def test_values_are_read_in_either_form_and_their_lack_is_said():
+    assert stated_values({"config": {"values": {"a": 1}}}) == {"a": 1}
+    assert stated_values({"config": {"values": None, "without_folders": {"a": 2}}}) == {"a": 2}
+    with pytest.raises(VerificationError, match="no values"):
+        stated_values({"config": {"values": None}})
