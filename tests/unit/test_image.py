@@ -1,7 +1,11 @@
 """`Containerfile` and `forge.def` build the same image: what only one of them has is never tried."""
 
 import re
+import shutil
 import subprocess
+import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 from support.repository import REPOSITORY as ROOT
@@ -26,6 +30,21 @@ def copied_by_apptainer():
 def test_both_images_have_the_same_files_which_exist():
     assert copied_by_podman() == copied_by_apptainer()
     assert all((ROOT / name).exists() for name in copied_by_podman())
+
+
+def test_what_images_copy_is_all_that_an_installation_of_forge_needs(tmp_path):
+    source, target = tmp_path / "src", tmp_path / "wheel"
+    for name in copied_by_podman():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(target)!r})"
+    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, timeout=300)
+    [wheel] = target.iterdir()
+    names = zipfile.ZipFile(wheel).namelist()
+    assert any(name.endswith("/share/forge/workflow/Snakefile") for name in names)
+    packages = {Path(name).parts[0] for name in names}
+    assert {"forge", "snakemake_executor_plugin_forge"} <= packages
 
 
 def test_both_images_begin_with_the_same_system_and_run_the_same_script():
