@@ -181,10 +181,9 @@ def _peer_lost(err: Exception, rank: Rank) -> RankRecord:
 
 def _unexpected(err: Exception, rank: Rank) -> RankRecord:
     """The record of an error that is not a ForgeError: an error of the GPU, or a bug."""
+    if record := lost_ranks.of_gpu_error(err, rank.rank):
+        return record
     cause = lost_ranks.cause_of_gpu_error(err)
-    if cause in (lost_ranks.GPU_FAULT, lost_ranks.GPU_ERROR):
-        message = f"{cause} on {hostname()} (rank {rank.rank}): {lost_ranks.first_line(err)}"
-        return RankRecord("failed", rank.rank, Exit.UNFIT, cause=cause, message=message)
     message = f"{type(err).__name__}: {err}"
     if cause == lost_ranks.OUT_OF_MEMORY:
         message += (

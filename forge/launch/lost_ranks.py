@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from forge.cluster import slurm
-from forge.core.errors import Exit
+from forge.core.errors import Exit, ForgeError
 from forge.core.files import read_object_or_empty
-from forge.core.process import Process
+from forge.core.process import Process, hostname
 from forge.launch.heartbeat import LastCollectives
 from forge.launch.rank_records import LaunchSpec, RankRecord, mark_stopped, pid_file
 
@@ -51,6 +51,23 @@ def cause_of_gpu_error(error: BaseException) -> str:
     if _OF_HARDWARE.search(text):
         return GPU_FAULT
     return GPU_ERROR if _OF_EITHER.search(text) else ""
+
+
+def note_gpu_error(error: BaseException, rank: int, spec: LaunchSpec) -> None:
+    """Write why this rank fails, if its GPU does, before a save is drained: meanwhile NCCL's watchdog may
+    end the process."""
+    if record := of_gpu_error(error, rank):
+        with suppress(OSError, ForgeError):
+            record.write_provisional(spec)
+
+
+def of_gpu_error(error: BaseException, rank: int = 0) -> RankRecord | None:
+    """The record of a rank on this host whose GPU failed; None for any other error."""
+    cause = cause_of_gpu_error(error)
+    if cause not in (GPU_FAULT, GPU_ERROR):
+        return None
+    message = f"{cause} on {hostname()} (rank {rank}): {first_line(error)}"
+    return RankRecord("failed", rank, Exit.UNFIT, cause=cause, message=message, host=hostname())
 
 
 def first_line(error: BaseException) -> str:
@@ -247,7 +264,8 @@ class StoppedRanks:
     def look(self, stalled: list[RankRecord]) -> None:
         """Ask, if a rank has been waiting for longer than its limit. The launcher calls it often.
         stalled: records of the ranks that are stalled now."""
-        waiting = sum(record.status == "failed" for record in stalled)
+        # An error of a GPU, which is recorded before a save is drained, waits for nobody.
+        waiting = sum(r.status == "failed" and r.activity is not None for r in stalled)
         self._is_asked = self._is_asked and waiting > 0
         # Once no more of them come: the nodes of the others alone are asked.
         if 0 < waiting == self._waiting and not self._is_asked:

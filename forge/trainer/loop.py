@@ -19,7 +19,7 @@ from forge.core.paths import RunPaths
 from forge.core.provenance import versions
 from forge.core.terminal import say
 from forge.data.loader import Windows, windows_by_source
-from forge.launch.lost_ranks import GPU_ERROR, GPU_FAULT, cause_of_gpu_error
+from forge.launch.lost_ranks import note_gpu_error, of_gpu_error
 from forge.launch.process_group import World, collectives, dump_collectives, is_peer_loss
 from forge.launch.rank_output import RankProgress
 from forge.launch.rank_records import LaunchSpec, RankRecord
@@ -369,6 +369,7 @@ def train(
     try:
         return trainer.run(stop)
     except Exception as err:
+        note_gpu_error(err, world.rank.rank, spec)
         trainer.saver.drain(drain_sec(err, spec.machine.stop_grace_sec))
         raise
 
@@ -376,7 +377,7 @@ def train(
 def drain_sec(err: Exception, grace_sec: float) -> float:
     """Seconds for a save in progress after this error. It may still be committed, unless it waits for a
     lost rank, or for a GPU that computes nothing any more; one without enough memory computes on."""
-    is_broken = cause_of_gpu_error(err) in (GPU_FAULT, GPU_ERROR)
+    is_broken = of_gpu_error(err) is not None
     return PEERS_SAVE_SEC if is_broken or is_peer_loss(err) else grace_sec
 
 

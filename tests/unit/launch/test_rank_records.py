@@ -6,7 +6,7 @@ from forge.core.errors import DataError
 from forge.core.files import read_json, write_json
 from forge.core.machine import Fabric, Machine
 from forge.core.process import Process
-from forge.launch import rank_records
+from forge.launch import lost_ranks, rank_records
 from forge.launch.heartbeat import Activity
 from forge.launch.rank_records import (
     LaunchSpec,
@@ -74,6 +74,29 @@ def test_provisional_record_counts_until_the_rank_writes_another_one(tmp_path):
     ended = RankRecord("completed", 1)
     ended.write(spec)
     assert RankRecord.read(spec, 1) == ended
+
+
+def test_rank_that_is_ended_while_it_drains_a_save_has_said_that_its_gpu_failed(tmp_path):
+    """As NCCL's watchdog may end it."""
+    spec = spec_of(tmp_path)
+    spec.write(spec.path)
+    rank_records.reserve(spec)
+    lost_ranks.note_gpu_error(
+        RuntimeError("CUDA error: uncorrectable ECC error encountered"), 1, spec
+    )
+    assert written(spec) == []  # the rank has not ended
+    found = RankRecord.read(spec, 1)
+    assert (found.status, found.cause, found.code) == ("failed", lost_ranks.GPU_FAULT, 69)
+    assert "uncorrectable ECC error" in found.message
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), RuntimeError("Connection closed by peer")])
+def test_other_errors_leave_no_record_before_the_rank_ends(tmp_path, error):
+    spec = spec_of(tmp_path)
+    spec.write(spec.path)
+    rank_records.reserve(spec)
+    lost_ranks.note_gpu_error(error, 1, spec)
+    assert RankRecord.read(spec, 1).status == "lost"
 
 
 def test_launcher_reads_a_record_once_and_again_when_it_is_replaced(tmp_path, monkeypatch):
