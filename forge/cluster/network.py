@@ -254,12 +254,30 @@ def _file_cache(cgroup: Path) -> int:
     return int(facts["active_file"]) + int(facts["inactive_file"])
 
 
+DEVICES = Path("/dev")
 MIG = "MIG-"  # how the name of a slice begins, in CUDA_VISIBLE_DEVICES and nvidia-smi
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs of this node by their device files, whether or not this process may use them."""
-    return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.is_char_device()])
+    """NVIDIA GPUs of this node by their device files, whether or not this process may use them. Where
+    there are none, as in WSL, by NVML."""
+    files = [path for path in DEVICES.glob("nvidia[0-9]*") if path.is_char_device()]
+    return len(files) or _count_by_nvml()
+
+
+def _count_by_nvml() -> int:
+    try:
+        import pynvml
+    except ImportError:  # `make gpu` runs with the packages of the machine
+        return 0
+    try:
+        pynvml.nvmlInit()
+        try:
+            return int(pynvml.nvmlDeviceGetCount())
+        finally:
+            pynvml.nvmlShutdown()
+    except pynvml.NVMLError:  # no driver
+        return 0
 
 
 def usable_gpus() -> int:

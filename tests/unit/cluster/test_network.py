@@ -5,6 +5,7 @@ import socket
 from types import SimpleNamespace
 
 import psutil
+import pynvml
 import pytest
 
 from forge.cluster import network
@@ -302,3 +303,13 @@ def test_cached_files_count_as_memory_that_is_left(tmp_path):
     facts = "anon 700\nfile 200\ninactive_file 150\nactive_file 50\nslab 9\n"
     (tmp_path / "memory.stat").write_text(facts)
     assert network._file_cache(tmp_path) == 200
+
+
+def test_gpus_without_device_files_are_counted_by_nvml(tmp_path, monkeypatch):
+    monkeypatch.setattr(network, "DEVICES", tmp_path)  # as in WSL
+    (tmp_path / "nvidia0").touch()  # no device
+    assert network.count_gpus() == 0
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 2)
+    assert network.count_gpus() == 2
