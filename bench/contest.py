@@ -6,7 +6,7 @@ import gc
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
@@ -48,9 +48,17 @@ class Contest:
     models take turns, too, and each has the GPU for itself; in each turn they start anew.
     """
 
-    def __init__(self, contenders: dict[str, Contender], sizes: Sizes, world: World) -> None:
+    def __init__(
+        self,
+        contenders: dict[str, Contender],
+        sizes: Sizes,
+        world: World,
+        record: Callable[[str, Result], object] = lambda name, result: None,
+    ) -> None:
+        """record: called after each turn, with its contender: the next one may end the process."""
         self.results = {name: Result() for name in contenders}
         self._contenders, self._sizes, self._world = contenders, sizes, world
+        self._record = record
         self._asleep: dict[str, Sleeper] = {}
         self._turns_sec = 0.0  # of this round
 
@@ -85,6 +93,7 @@ class Contest:
         except Exception as err:
             result.fail(f"failed: {type(err).__name__}: {err}", is_fault=True)
         self._free()  # here, where no exception holds tensors any more
+        self._record(name, result)
 
     def _turn(self, name: str, num_steps: int) -> None:
         sleeper = self._asleep.pop(name, None)  # after a failure nothing of it is left

@@ -6,11 +6,15 @@ python -m bench.gpu [--quick]    made for 4 minutes at most on one H100; --quick
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 # As torchtitan's launch script; before torch is imported. Models of many sizes follow each other.
@@ -60,6 +64,7 @@ class Bench(NamedTuple):
     quick: bool
     only: Sequence[str]  # names of contenders
     end: float  # by time.perf_counter
+    file: Path | None  # to which each turn is appended, as a line of JSON
 
 
 def main() -> int:
@@ -71,7 +76,8 @@ def main() -> int:
         torch.compiler.set_stance("default", force_backend="aot_eager")
     prepare(device)
     rates, peak = measure(device, quick=options.quick), peak_flops(device_name(device))
-    bench = Bench(device, rates, peak, options.quick, options.only, began + options.seconds)
+    end = began + options.seconds
+    bench = Bench(device, rates, peak, options.quick, options.only, end, options.json)
     introduce(bench)
     chosen = [one for one in (QUICK if options.quick else FULL) if one.name in options.sizes]
     if how := options.recompute:
@@ -93,6 +99,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--sizes", metavar="A,B", help=f"of {known}")
     parser.add_argument("--only", metavar="A,B", help=f"contenders, of {','.join(CONTENDERS)}")
     parser.add_argument("--seconds", type=float, default=220, help="time to measure (%(default)s)")
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="append a line of JSON after each turn"
+    )
     ways = ["none", "selective", "full"]
     parser.add_argument("--recompute", choices=ways, help="of all contenders, at all sizes")
     options = parser.parse_args()
@@ -141,7 +150,8 @@ def compete(sizes: Sizes, deadline: float, bench: Bench) -> list[Result]:
         num_steps, rounds = 2, 2
     before = clocks(bench.device)
     with world_of(sizes) as world:
-        contest = Contest(entrants(sizes, bench), sizes, world)
+        record = partial(append_turn, sizes, bench)
+        contest = Contest(entrants(sizes, bench), sizes, world, record)
         contest.run(num_steps, rounds, deadline, bench.end)
     describe(sizes, bench)
     if before:
@@ -150,6 +160,25 @@ def compete(sizes: Sizes, deadline: float, bench: Bench) -> list[Result]:
     if not bench.quick:
         print_goals(sizes, contest.results, bench)
     return list(contest.results.values())
+
+
+def append_turn(sizes: Sizes, bench: Bench, name: str, result: Result) -> None:
+    """Append what a contender has done so far to the file of --json: the last line of each pair of size
+    and contender is its result, also where the process is killed in the next turn."""
+    if bench.file is None:
+        return
+    told = {
+        **{"gpu": device_name(bench.device), "torch": torch.__version__, "size": sizes.name},
+        **{"step": name, "tokens": sizes.tokens, "peak_flops": bench.peak},
+        "floor_sec": floor_seconds(sizes, bench.rates),
+        **asdict(result),
+    }
+    if result.seconds:
+        median = statistics.median(result.seconds)
+        told |= {"median_sec": median, "mfu": utilization(sizes, median, bench)}
+    told["loss"] = result.loss if math.isfinite(result.loss) else None
+    with open(bench.file, "a", encoding="utf-8") as file:
+        file.write(json.dumps(told) + "\n")
 
 
 # --- what is printed ------------------------------------------------------------------------------

@@ -1,12 +1,14 @@
 """Threats: a contender of bench.gpu that does not train what the others train; one that runs out of
 memory and ends the bench with it; a turn that finds the GPU's memory full of the others' weights."""
 
+import json
 import math
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -193,6 +195,32 @@ def test_contenders_without_memory_or_package_are_left_out_and_the_others_go_on(
     }
     assert [name for name, result in results.items() if result.is_fault] == ["broken"]
     assert [len(results[name].seconds) for name in ("large", "later", "good")] == [0, 2, 6]
+
+
+def test_each_turn_is_in_the_file_before_the_next_one_begins(tmp_path, monkeypatch) -> None:
+    """A bench that is killed leaves what it has measured."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # bench.gpu sets it as it is imported
+    from bench import gpu
+
+    file, lines = tmp_path / "bench.jsonl", []
+
+    def counting(sizes: Sizes, world: World) -> Step:
+        lines.append(len(file.read_text().splitlines()) if file.exists() else 0)
+        return small_step(sizes, world)
+
+    broken = raising(torch.OutOfMemoryError("CUDA out of memory"))
+    contenders = {"first": counting, "broken": broken, "last": counting}
+    device, end = torch.device("cpu"), time.perf_counter() + 60
+    bench = gpu.Bench(device, Rates(1e12, 1e11), 1e15, True, [*contenders], end, file)
+    with world_of(TINY) as world:
+        contest = Contest(contenders, TINY, world, partial(gpu.append_turn, TINY, bench))
+        contest.run(num_steps=2, max_rounds=1, deadline=end, end=end)
+    assert lines == [0, 2]
+    told = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(one["step"], one["failure"], len(one["seconds"])) for one in told] == [
+        *(("first", "", 2), ("broken", "out of memory", 0), ("last", "", 2))
+    ]
+    assert told[0]["size"] == TINY.name and told[0]["mfu"] > 0 and told[1]["loss"] is None
 
 
 def test_a_loss_that_is_not_finite_is_a_fault() -> None:
