@@ -168,7 +168,9 @@ def _attempt(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> R
         if is_peer_loss(err):
             return _peer_lost(err, rank)
         terminal.say(traceback.format_exc().rstrip())
-        return _unexpected(err, rank)
+        return _unexpected(
+            err, rank, paths.logs / f"{spec.log_prefix}.{hostname()}.{rank.rank}.memory"
+        )
 
 
 def _peer_lost(err: Exception, rank: Rank) -> RankRecord:
@@ -179,8 +181,9 @@ def _peer_lost(err: Exception, rank: Rank) -> RankRecord:
     return replace(record, **{"activity": heartbeat.activity, **known})
 
 
-def _unexpected(err: Exception, rank: Rank) -> RankRecord:
-    """The record of an error that is not a ForgeError: an error of the GPU, or a bug."""
+def _unexpected(err: Exception, rank: Rank, memory: Path) -> RankRecord:
+    """The record of an error that is not a ForgeError: an error of the GPU, or a bug. memory: name of a
+    file, without its ending, for what is in a GPU's memory that was too small."""
     if record := lost_ranks.of_gpu_error(err, rank.rank):
         return record
     cause = lost_ranks.cause_of_gpu_error(err)
@@ -190,6 +193,11 @@ def _unexpected(err: Exception, rank: Rank) -> RankRecord:
             "\n  fix:   lower train.micro_batch_size, set train.recompute or train.shard (forge plan"
             " shows what each saves), or use more GPUs"
         )
+        from forge.launch.torch_private import dump_memory
+
+        file = memory.with_name(f"{memory.name}.pickle")
+        if dump_memory(file):  # while the error still holds the tensors
+            message += f"\n  memory: {file} (pytorch.org/memory_viz draws it)"
     return RankRecord("failed", rank.rank, Exit.FAILED, cause=cause or "bug", message=message)
 
 

@@ -7,6 +7,7 @@ mean: NVIDIA, "NVML API Reference Guide", Device Queries.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -119,14 +120,16 @@ def _is_lost(err: Any) -> bool:
 
 
 @contextmanager
-def visible_gpus() -> Iterator[list[Gpu]]:
-    """The GPUs that this process may use; none without a driver, NVML or its package. Raises UnfitError
-    where the driver does not answer."""
+def visible_gpus(*, of_job: bool = False) -> Iterator[list[Gpu]]:
+    """The GPUs that this process may use; none without a driver, NVML or its package. of_job: those of
+    the job on this node, where Slurm says which, though this process was bound to one of them. Raises
+    UnfitError where the driver does not answer."""
     if not _begin():
         yield []
         return
     try:
-        yield list(_visible())
+        words = _words_of_job() if of_job else None
+        yield list(_visible(os.environ.get("CUDA_VISIBLE_DEVICES") if words is None else words))
     finally:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
@@ -146,10 +149,21 @@ def _begin() -> bool:
     return True
 
 
-def _visible() -> Iterator[Gpu]:
-    """As CUDA_VISIBLE_DEVICES names them. NVML has only those that the job's cgroup allows, and counts by
+def _words_of_job() -> str | None:
+    """Indices of the job's GPUs, as NVML counts; None where Slurm does not say. Slurm's are those of the
+    node (sbatch(1), SLURM_JOB_GPUS); in a cgroup NVML begins at 0."""
+    indices = os.environ.get("SLURM_STEP_GPUS") or os.environ.get("SLURM_JOB_GPUS") or ""
+    if not re.fullmatch(r"\d+(,\d+)*", indices):
+        return None
+    count = pynvml.nvmlDeviceGetCount()
+    if max(map(int, indices.split(","))) < count:
+        return indices
+    return ",".join(map(str, range(count)))
+
+
+def _visible(names: str | None) -> Iterator[Gpu]:
+    """names: as in CUDA_VISIBLE_DEVICES. NVML has only those that the job's cgroup allows, and counts by
     PCI bus, where CUDA begins with the fastest: that is the same where they are alike."""
-    names = os.environ.get("CUDA_VISIBLE_DEVICES")
     words = map(str, range(pynvml.nvmlDeviceGetCount())) if names is None else names.split(",")
     for number, word in enumerate(words):
         gpu = Gpu(number, word.strip())

@@ -87,7 +87,7 @@ def main(run: str, launch: str, every_sec: str, parent: str) -> None:
     with ExitStack() as stack:
         gpus: list[Gpu] = []
         with suppress(UnfitError):  # preflight has told
-            gpus = stack.enter_context(visible_gpus())
+            gpus = stack.enter_context(visible_gpus(of_job=True))
         while os.getppid() == int(parent) and Path(run).is_dir():
             json_lines.append(file, asdict(node_load(launch, gpus)))
             time.sleep(float(every_sec))

@@ -25,6 +25,7 @@ __all__ = [
     "StateDictStager",
     "StorageInfo",
     "collective_numbers",
+    "dump_memory",
     "flight_record",
     "foreach_norm",
     "keep_headers_in",
@@ -56,6 +57,16 @@ def flight_record(backend: str) -> bytes:
     to ask for them; NCCL has a recorder of its own, apart from that of all other backends."""
     record: bytes = getattr(c10d, "_dump_nccl_trace" if backend == "nccl" else "_dump_fr_trace")()
     return record
+
+
+def dump_memory(path: Path) -> bool:
+    """Write what is in the memory of this process's GPU, which pytorch.org/memory_viz draws; whether
+    there is a GPU, and it could be written."""
+    try:
+        torch.cuda.memory._dump_snapshot(str(path))
+    except Exception:  # this tells of another error, whatever happens
+        return False
+    return path.exists()
 
 
 def scales_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -4,12 +4,14 @@ the device, and dropout draws from the device's generator. With train.determinis
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 
 from support.live_run import wait_until
 
 from forge.core import json_lines
 from forge.core.files import read_json
+from forge.launch.kernel_cache import VARIABLE
 
 KILLED_AFTER = 40  # steps: two checkpoints are committed
 
@@ -27,11 +29,17 @@ def kill_the_rank(run):
     os.kill(pid, signal.SIGKILL)
 
 
-def test_run_killed_and_resumed_ends_with_the_weights_of_an_uninterrupted_one(trained, new_run):
+def test_run_killed_and_resumed_ends_with_the_weights_of_an_uninterrupted_one(
+    trained, new_run, tmp_path, monkeypatch
+):
+    """Its kernels are compiled again, as on another node: other ones would give other bits."""
+    kernels = tmp_path / "kernels"
+    monkeypatch.setenv(VARIABLE, str(kernels))
     killed = new_run("killed")
     command = new_run("killed").start("train")
     wait_until(lambda: killed.step() >= KILLED_AFTER, f"step {KILLED_AFTER} of {killed.folder}")
     kill_the_rank(killed)
+    shutil.rmtree(kernels, ignore_errors=True)
     done = command.end(180)
     assert done.code == 0, done.text
     assert killed.events("lost")

@@ -69,7 +69,9 @@ def main() -> None:
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
     on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
+    # A launcher that binds GPUs to tasks (srun --gpus-per-task) shows each rank its own alone.
+    index = int(os.environ["LOCAL_RANK"]) % max(1, torch.cuda.device_count())
+    device = torch.device("cuda", index) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)  # NCCL's barrier takes the current one
     backend = backend_of(options.backend, on_gpu=on_gpu)

@@ -110,3 +110,26 @@ def test_a_monitor_that_starts_after_its_rank_has_ended_makes_nothing(tmp_path):
         check=False,
     )
     assert done.returncode == 0 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("of_job", "here", "seen"),
+    [
+        ("0,1", 2, ["GPU-0", "GPU-1"]),  # all of a node, each rank bound to one of them
+        ("2,3", 4, ["GPU-2", "GPU-3"]),  # some of a node, whose others NVML shows as well
+        ("2,3", 2, ["GPU-0", "GPU-1"]),  # in a cgroup, where NVML counts from 0
+        ("", 2, ["GPU-0"]),  # Slurm does not say
+        ("gpu:2", 2, ["GPU-0"]),
+    ],
+)
+def test_monitor_of_a_rank_that_is_bound_to_one_gpu_looks_at_all_of_the_job(
+    monkeypatch, of_job, here, seen
+):
+    nvml.install(monkeypatch, *[FakeGpu(uuid=f"GPU-{number}") for number in range(here)])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.delenv("SLURM_STEP_GPUS", raising=False)
+    monkeypatch.setenv("SLURM_JOB_GPUS", of_job)
+    with visible_gpus(of_job=True) as gpus:
+        assert [f"GPU-{gpu.word}" for gpu in gpus] == seen
+    with visible_gpus() as gpus:
+        assert [gpu.word for gpu in gpus] == ["0"]

@@ -21,6 +21,7 @@ INSTEAD = {
     "torch._inductor.codecache._HEADER_DIR": "keep_headers_in: the variable that has the directory of"
     " precompiled headers; without one, TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS=0",
     "torch._inductor.codecache._HEADER_LOCK_DIR": "keep_headers_in: as _HEADER_DIR",
+    "torch.cuda.memory._dump_snapshot": "dump_memory: remove it, and its call in forge/worker.py",
     "torch._foreach_norm": "is_finite of checkpoint/storage.py: one torch.linalg.vector_norm a tensor,"
     " with which the writer thread waits for the GIL more often",
     "torch._C._distributed_c10d": "flight_record: the extension module below torch.distributed, whose"
@@ -98,3 +99,13 @@ def private(text: str) -> Iterator[str]:
             root, _, rest = name.partition(".")
             if root in ROOTS and "._" in f".{rest}" and rest != "__version__":
                 yield name
+
+
+def test_memory_of_a_gpu_is_written_and_without_one_nothing_is(tmp_path, monkeypatch):
+    path = tmp_path / "rank.memory.pickle"
+    assert not torch_private.dump_memory(path) or torch.cuda.is_available()
+    monkeypatch.setattr(
+        torch.cuda.memory, "_dump_snapshot", lambda name: Path(name).write_bytes(b"s")
+    )
+    assert torch_private.dump_memory(path) and path.read_bytes() == b"s"
+    assert not torch_private.dump_memory(tmp_path / "nowhere" / "rank.memory.pickle")
