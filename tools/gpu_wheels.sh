@@ -7,7 +7,7 @@ version=${GPU_PYTHON_VERSION:-3.12}
 target=${GPU_WHEELS:-gpu-wheels}
 # What Forge imports and images with PyTorch often lack. Of the rest, torch, numpy and transformers above
 # all, the checks are to run with what the image has. Without gigatoken, which is large, tokenizers encode.
-packages=(annotated-types blake3 orjson pydantic pydantic_core torchao typing_extensions typing-inspection)
+packages=(annotated-types blake3 orjson pydantic pydantic_core pytest-timeout torchao typing_extensions typing-inspection)
 platforms=()
 for platform in manylinux_2_28_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64; do
     platforms+=(--platform "$platform")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.gpu import full, make_step, relative_error
+from support.gpu import full, make_step, relative_error, seconds_of
 from torch._dynamo.utils import counters
 
 from forge.core.models.llama import Llama
@@ -47,3 +47,18 @@ def test_masked_step_is_compiled_and_near_the_one_that_is_not(gpu, world, measur
     error = errors(compiled, gradients(world, model, "bf16"))
     measured("error", error)
     assert error <= SAME
+
+
+def test_speed_of_a_masked_step_is_recorded(gpu, world, measured):
+    """At a length at which attention is a quarter of a step; a mask of all pairs would be most of it."""
+    model = Llama(dim=1024, layers=4, heads=16)
+    for name, mask in (("masked ms", True), ("plain ms", False)):
+        torch._dynamo.reset()
+        train = Train(seq_len=4096, batch_size=4, document_mask=mask, compile=True)
+        step = make_step(world, model, train, VOCAB, "bf16")
+
+        def take(number, step=step):
+            step(number).read()
+
+        seconds = [seconds_of(lambda n=number: take(n), gpu) for number in range(12)]
+        measured(name, 1e3 * min(seconds[2:]))

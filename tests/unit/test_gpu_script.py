@@ -6,8 +6,11 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 from support.repository import REPOSITORY
+
+from forge.core.files import read_json
 
 pytestmark = pytest.mark.tools
 
@@ -84,3 +87,62 @@ def test_each_check_leaves_a_row_as_it_ends_also_where_the_run_is_killed_later(t
     floors = [row for row in found if row["check"].startswith("floors are those of the named gpu")]
     assert floors and all(row["file"] == "test_machine.py" for row in floors)
     assert {row["reason"] for row in found if row["result"] == "skipped"} == {"needs a GPU"}
+
+
+# --- a quarter of an hour -------------------------------------------------------------------------
+
+QUARTER = REPOSITORY / "tools" / "gpu_quarter.sh"
+
+
+def quarter(out, *arguments, **environ):
+    """(exit status, output) of tools/gpu_quarter.sh without wheels."""
+    environ = {**os.environ, "GPU_WHEELS": str(out / "none"), "GPU_OUT": str(out), **environ}
+    done = subprocess.run(
+        [QUARTER, *arguments], env=environ, capture_output=True, text=True, check=False, timeout=800
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_rehearsal_of_the_quarter_of_an_hour_brings_home_every_file(tmp_path):
+    status, said = quarter(tmp_path, GPU_QUICK="1", GPU_PYTHON=sys.executable, GPU_SECONDS="760")
+    assert status == 0, said
+    assert said.splitlines()[-1].endswith("failed or left out: none")
+    contact = [json.loads(line) for line in (tmp_path / "contact.jsonl").read_text().splitlines()]
+    assert not [each for each in contact if str(each["found"]).startswith("FAILED")]
+    assert {"nvml", "mask torch.float32, 2 heads of keys: error"} <= {
+        one["what"] for one in contact
+    }
+    checks = [json.loads(line) for line in (tmp_path / "checks.jsonl").read_text().splitlines()]
+    assert {"passed"} == {each["result"] for each in checks}
+    [*_, turn] = map(json.loads, (tmp_path / "bench.jsonl").read_text().splitlines())
+    assert (turn["size"], turn["step"], turn["turns"]) == ("tiny", "forge", 2)
+    run = read_json(tmp_path / "run.json")
+    assert run["completed"] and len(run["launches"]) == 2 and run["killed_at"] >= 50
+    assert len(run["start_sec"]) == 2 and run["tokens_per_sec"] > 0
+    assert (tmp_path / "facts.txt").stat().st_size > 0
+
+
+HANGS = """#!/bin/sh
+case "$*" in -c*|*pip*) exit 1 ;; esac
+setsid sleep 987654 &
+exec sleep 987654
+"""
+
+
+def test_part_that_hangs_is_killed_with_all_that_it_has_started_and_said_to_have_failed(tmp_path):
+    python = tmp_path / "python3"
+    python.write_text(HANGS)
+    python.chmod(0o755)
+    status, said = quarter(tmp_path, "contact", GPU_PYTHON=str(python), GPU_SECONDS="12")
+    assert status == 1
+    assert "== contact: exit 137 after" in said
+    assert "== numbers: left out, the time is up" in said and "== runs: left out" in said
+    assert "failed or left out: contact,numbers,runs" in said.splitlines()[-1].replace("facts,", "")
+    left = [p for p in psutil.process_iter(["cmdline"]) if "987654" in (p.info["cmdline"] or [])]
+    assert left == []
+
+
+def test_part_that_there_is_not_is_refused_with_those_there_are(tmp_path):
+    status, said = quarter(tmp_path, "all")
+    assert status == 78
+    assert "tools/gpu_quarter.sh contact" in said and "tools/gpu_quarter.sh measure" in said
