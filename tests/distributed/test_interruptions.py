@@ -147,6 +147,7 @@ def test_run_hit_by_everything_ends_as_the_uninterrupted_one(battered, uninterru
     assert [entry for entry in losses if expected[entry[0]] != entry[1]] == []
 
 
+@pytest.mark.weekly
 def test_rank_that_is_aborted_while_it_waits_has_left_a_record_before(runs):
     """As NCCL does at its timeout, from a thread of C++."""
     limits = ("--machine.fabric.timeout_sec=20", "--machine.stop_grace_sec=10")

@@ -113,6 +113,7 @@ def test_run_that_began_uncompiled_stays_so_where_it_could_be_compiled(runs, sol
     assert losses_of(run)[4] == losses_of(solo)[4]
 
 
+@pytest.mark.weekly
 def test_compiled_kernels_survive_a_requeue_and_are_removed_at_the_goal(
     runs, tmp_path, monkeypatch
 ):

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 
+import pytest
+
 from forge.cluster import job_watch
 from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
@@ -67,6 +69,7 @@ def test_job_on_nodes_that_do_not_see_the_project_is_reported_as_such(
     assert "Error in" not in project.output()
 
 
+@pytest.mark.weekly
 def test_daemons_that_are_away_are_waited_for_in_the_queue_in_training_and_at_its_end(
     new_project: NewProject, exclusive_cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:

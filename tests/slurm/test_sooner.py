@@ -84,6 +84,7 @@ def test_run_that_loses_a_node_resumes_on_the_other_and_on_two_again_when_that_i
     assert losses == pytest.approx(expected, rel=0.02)  # as above
 
 
+@pytest.mark.weekly
 def test_job_that_slurm_keeps_without_its_first_node_is_requeued_by_the_waiting_command(
     new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
@@ -102,6 +103,7 @@ def test_job_that_slurm_keeps_without_its_first_node_is_requeued_by_the_waiting_
     uninterrupted.equals(run)
 
 
+@pytest.mark.weekly
 def test_run_starts_in_a_gap_of_the_queue_and_asks_for_its_whole_time_limit_again(
     new_project: NewProject, cluster: Cluster, nodes: Nodes
 ) -> None:

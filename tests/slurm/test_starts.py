@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import psutil
+import pytest
 
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
@@ -57,6 +58,7 @@ def from_a_job(project: Project, *options: str, env: dict[str, str] | None = Non
     )
 
 
+@pytest.mark.weekly
 def test_snakemake_in_a_job_of_the_user_is_taken_over_from_when_that_job_has_ended(
     new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
@@ -111,6 +113,7 @@ def test_command_in_a_job_that_holds_whole_nodes_says_that_its_jobs_need_others(
     cluster.run("scancel", "--full", own)
 
 
+@pytest.mark.weekly
 def test_job_that_is_suspended_before_it_trains_goes_on_and_blames_no_node(
     new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:

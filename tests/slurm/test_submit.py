@@ -243,6 +243,7 @@ def snakemake_of(project: Project) -> psutil.Process:
     raise AssertionError("no Snakemake")
 
 
+@pytest.mark.weekly
 def test_struck_controller_watches_the_running_job_again(
     new_project: NewProject, exclusive_cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:

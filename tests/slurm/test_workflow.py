@@ -165,6 +165,7 @@ def test_one_rank_on_one_node_is_no_special_case_for_a_profile_that_stages(
     uninterrupted.equals(project.run())
 
 
+@pytest.mark.weekly
 def test_steps_are_trained_again_on_another_node_than_those_that_trained(
     new_project: NewProject, cluster: Cluster
 ) -> None:

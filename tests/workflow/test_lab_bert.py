@@ -1,5 +1,6 @@
 """The lab bert-cpu by the command of its README: hub, two ranks, validation, a model that others load."""
 
+import pytest
 from support.bert_hub import repositories
 from support.hub import served
 from support.pages import commands_of
@@ -7,6 +8,7 @@ from support.pages import commands_of
 EXPORT, LOAD = (command.bare for command in commands_of("tests/workflow/test_lab_bert.py"))
 
 
+@pytest.mark.weekly
 def test_hugging_face_trainer_script_ends_as_a_model_that_transformers_loads(project, monkeypatch):
     project.with_make()
     with served(repositories()) as hub:

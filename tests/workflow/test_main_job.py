@@ -9,6 +9,8 @@ from support.clone import REPOSITORY
 from forge.core.files import read_json
 from forge.core.provenance import cpu_id
 
+pytestmark = pytest.mark.weekly  # CI begins with `make train` in its clone
+
 
 @pytest.fixture(scope="module")
 def trained(shared_project):
