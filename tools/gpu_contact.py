@@ -11,6 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,15 +97,19 @@ def errors_of_varlen(kv_heads: int) -> list[float]:
 
     q, k, v = (each.detach().requires_grad_() for each in queries_keys_values(kv_heads))
     bounds = torch.arange(0, 2 * LENGTH + 1, DOCUMENT, device=DEVICE, dtype=torch.int32)
-    flat = [each.transpose(1, 2).flatten(0, 1) for each in (q, k, v)]
+    flat_q, flat_k, flat_v = (each.transpose(1, 2).flatten(0, 1) for each in (q, k, v))
     grouped = kv_heads != HEADS
     takes = "enable_gqa" in inspect.signature(varlen_attn).parameters
     more: dict[str, Any] = {"enable_gqa": grouped} if takes else {}
-    found = varlen_attn(*flat, bounds, bounds, LENGTH, LENGTH, window_size=(-1, 0), **more)
+    found = varlen_attn(
+        flat_q, flat_k, flat_v, bounds, bounds, LENGTH, LENGTH, window_size=(-1, 0), **more
+    )
     assert isinstance(found, Tensor)
     found.sum().backward()
-    exact = [each.detach().float().requires_grad_() for each in (q, k, v)]
-    expected = F.scaled_dot_product_attention(*exact, attn_mask=same_document(), enable_gqa=grouped)
+    a, b, c = exact = [each.detach().float().requires_grad_() for each in (q, k, v)]
+    expected = F.scaled_dot_product_attention(
+        a, b, c, attn_mask=same_document(), enable_gqa=grouped
+    )
     expected.sum().backward()
     gradients = [(one.grad, other.grad) for one, other in zip((q, k, v), exact, strict=True)]
     return [
@@ -162,14 +167,14 @@ def main() -> None:
         tell("gpu", lambda: torch.cuda.get_device_properties(0))
     tell("nvml", values_of_nvml)
     for kv_heads in (HEADS, 2):
-        tell(f"attention, causal, {kv_heads} heads of keys", lambda n=kv_heads: operators(n))
+        tell(f"attention, causal, {kv_heads} heads of keys", partial(operators, kv_heads))
         for dtype in (torch.float32, torch.bfloat16):
             what = f"mask {dtype}, {kv_heads} heads of keys: error"
-            tell(what, lambda n=kv_heads, dtype=dtype: error_of_mask(dtype, n))
+            tell(what, partial(error_of_mask, dtype, kv_heads))
         if ON_GPU:
             tell(
                 f"varlen_attn, {kv_heads} heads of keys: errors",
-                lambda n=kv_heads: errors_of_varlen(n),
+                partial(errors_of_varlen, kv_heads),
             )
     torch.use_deterministic_algorithms(True)
     tell("attention, causal, deterministic", lambda: operators(HEADS))

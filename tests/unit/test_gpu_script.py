@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tomllib
 
 import psutil
 import pytest
@@ -146,3 +148,18 @@ def test_part_that_there_is_not_is_refused_with_those_there_are(tmp_path):
     status, said = quarter(tmp_path, "all")
     assert status == 78
     assert "tools/gpu_quarter.sh contact" in said and "tools/gpu_quarter.sh measure" in said
+
+
+def test_environment_of_the_rehearsal_lacks_what_travels_as_wheels_and_has_the_rest():
+    lines = (REPOSITORY / "tools/gpu_machine.txt").read_text().splitlines()
+    there = {re.split("[=<>]", line)[0] for line in lines if not line.startswith("#")}
+    script = (REPOSITORY / "tools/gpu_wheels.sh").read_text()
+    [words] = re.findall(r"^packages=\((.*)\)$", script, re.MULTILINE)
+    travels = set(words.replace("-", "_").split())
+    assert not {name.replace("-", "_") for name in there} & travels
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    needed = {re.split("[>=<~\\[ ;]", line)[0].lower() for line in project["dependencies"]}
+    # Without Snakemake, the checks call `forge`; and nothing is signed.
+    of_workflow = {"snakemake", "snakemake-executor-plugin-slurm", "cryptography"}
+    missing = {name for name in needed - of_workflow if name not in there}
+    assert {name.replace("-", "_") for name in missing} <= travels, missing
