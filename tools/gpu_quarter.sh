@@ -95,8 +95,8 @@ if [ "$parts" != contact ]; then
         checks machine 20 $(files machine)
         bench 1.1B,7B/8 105
         part run 90 "$python" tools/gpu_run.py "$out/run.json" --seconds 70
-        checks speed 75 $(files async_save memory_peak compile float8 loss documents) \
-            -k 'stall or pinned or peak or fits or faster or few or kernels or speed'
+        checks speed 75 $(files async_save memory_peak compile float8 loss documents loader) \
+            -k 'stall or pinned or peak or fits or faster or few or kernels or speed or wait'
         bench 124M 55
         bench 7B/8 35 --only forge,forge-fp8
         bench 2.8B,13B/32 90
