@@ -73,9 +73,10 @@ class TrainerRecipe:
         is_trained = tokenizer.get("source") == "train"
         made = {
             **{"run": RUN, "results": str(place), "data": str(data)},
-            "model": _model(part(values, "model", dict), interval, is_whole),
+            "model": part(values, "model", dict),
             "train": _train(part(values, "train", dict), interval),
             "parent": values.get("parent"),
+            **({} if is_whole else _start(values, interval)),
             "tokenizer": {"vocab_size": tokenizer.get("vocab_size")} if is_trained else {},
             # Names alone: the files behind them are tokens already.
             "tokenize": {"sources": {name: {"inputs": ["none"]} for name in ids.sources}}
@@ -153,15 +154,14 @@ class TrainerRecipe:
         )
 
 
-def _model(
-    stated: dict[str, Any], interval: Interval[Checkpoint], is_whole: bool
-) -> dict[str, Any]:
-    """With the path of `init` that the checkpoint names, where the statement has its last name alone:
-    nothing is read there, since a checkpoint is resumed."""
-    if is_whole or not stated.get("init") or not interval.begin:
-        return stated
-    recorded = interval.begin.manifest.lineage.config.model
-    return {**stated, "init": compatibility.recorded_value("model", recorded, "init")}
+def _start(values: dict[str, Any], interval: Interval[Checkpoint]) -> dict[str, Any]:
+    """What the run began with, `parent` and `model.init`, as the checkpoint before the interval names it,
+    where the statement has last names alone. Nothing is read there, since a checkpoint is resumed."""
+    if not interval.begin:
+        return {}
+    recorded = interval.begin.manifest.lineage.config
+    init = compatibility.recorded_value("model", recorded.model, "init")
+    return {"parent": recorded.parent, "model": {**part(values, "model", dict), "init": init}}
 
 
 def _train(stated: dict[str, Any], interval: Interval[Checkpoint]) -> dict[str, Any]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from forge.attestation import recipe_of_trainer
 from forge.attestation.chain import ConfigUsed, EnvironmentUsed, LaunchesMade, LaunchMade, Texts
 from forge.attestation.reduce import absolute_paths, reduced, stated_values, without_folders
 from forge.attestation.verify import VerificationError
@@ -90,3 +94,18 @@ def test_values_are_read_in_either_form_and_their_lack_is_said():
     assert stated_values({"config": {"values": None, "without_folders": {"a": 2}}}) == {"a": 2}
     with pytest.raises(VerificationError, match="no values"):
         stated_values({"config": {"values": None}})
+
+
+def test_run_that_began_with_weights_or_a_run_is_retrained_by_what_its_checkpoint_names():
+    """The statement has last names alone, and a changed `parent` would not fit the checkpoint."""
+    values = {"model": {"dim": 8, "init": {"path": ".../gpt2"}}, "parent": ".../base@4"}
+    model = SimpleNamespace(init={"path": "/home/alice/gpt2"})
+    config = SimpleNamespace(model=model, parent="base@4")
+    lineage = SimpleNamespace(config=config)
+    begin: Any = SimpleNamespace(manifest=SimpleNamespace(lineage=lineage))
+    interval = SimpleNamespace(begin=begin)
+    assert recipe_of_trainer._start(values, interval) == {  # type: ignore[arg-type]
+        "parent": "base@4",
+        "model": {"dim": 8, "init": {"path": "/home/alice/gpt2"}},
+    }
+    assert recipe_of_trainer._start(values, SimpleNamespace(begin=None)) == {}  # type: ignore[arg-type]
