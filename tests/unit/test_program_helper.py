@@ -41,8 +41,8 @@ def test_it_reads_the_run_tells_steps_and_saves_and_sees_the_stop_signal(tmp_pat
     said = process.stdout.readline().split()
     assert said == ["/run/checkpoints/checkpoint-5", "/run/checkpoints", "70"]
     process.send_signal(signal.SIGUSR2)
-    step = process.communicate(timeout=60)[0].split()[-1]
-    assert process.returncode == 0
+    assert process.wait(timeout=60) == 0
+    step = process.stdout.read().split()[-1]
     assert (tmp_path / "beat").read_text() == (tmp_path / "saved").read_text() == step
 
 
