@@ -155,8 +155,8 @@ class TrainerRecipe:
 
 
 def _start(values: dict[str, Any], interval: Interval[Checkpoint]) -> dict[str, Any]:
-    """What the run began with, `parent` and `model.init`, as the checkpoint before the interval names it,
-    where the statement has last names alone. Nothing is read there, since a checkpoint is resumed."""
+    """`parent` and `model.init`, with which the run began, as the checkpoint before the interval names
+    them, where the statement has last names alone. Nothing is read there: a checkpoint is resumed."""
     if not interval.begin:
         return {}
     recorded = interval.begin.manifest.lineage.config

@@ -1,5 +1,5 @@
-"""What a statement leaves out unless `forge export --full`: what tells of people and machines, and no
-verification needs.
+"""Reduction of a statement to what verification needs: unless `forge export --full` it has nothing that
+tells of people and machines.
 
 Installed packages, names of the variables and modules of machine.yaml, the container, times of the clock,
 and the directories of absolute paths.
@@ -15,8 +15,11 @@ from forge.attestation.chain import ChainLink, ConfigUsed, EnvironmentUsed, Laun
 from forge.attestation.verify import Links, part
 
 HIDDEN = ".../"  # in place of the directories of a path
-# Not of an address (`https://…`); within a word after what separates it in a command: --to=/home/me/x.
-_PATH = re.compile(r"""(?:(?<=^)|(?<=[=:,;\s'"(]))(?:~\w*)?/(?!/)[^\s'":,;)]*""")
+# A string that begins as a path is one, blanks and all. Else paths are within it, after what separates
+# words of a command (--to=/home/me/x), but not that of an address (https://…).
+_PATH = re.compile(
+    r"""\A(?:~\w*)?/.*[^/].*\Z|(?<=[=:,;\s'"(])(?:~\w*)?/(?!/)[^\s'":,;)]+""", re.DOTALL
+)
 
 
 def reduced(links: Sequence[ChainLink]) -> list[ChainLink]:

@@ -30,6 +30,8 @@ LAUNCH = LaunchMade(
         ("cd /home/alice/run && python /opt/x/train.py", "cd .../run && python .../train.py"),
         ("PATH=/home/alice/bin:/usr/bin", "PATH=.../bin:.../bin"),
         ("'/home/alice/a b'", "'.../a b'"),
+        ("/n/my lab/alice/texts, old (2)", ".../texts, old (2)"),
+        ("~alice/my texts/a.txt", ".../a.txt"),
     ],
 )
 def test_absolute_paths_keep_their_last_names(text, short):
@@ -46,6 +48,9 @@ def test_absolute_paths_keep_their_last_names(text, short):
         "hf:org/name",
         "a/b",
         "<|/s|>",
+        "/",
+        "//",
+        " / ",
     ],
 )
 def test_relative_paths_addresses_and_other_texts_stay(text):
