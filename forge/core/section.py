@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from typing import Annotated, Any, ClassVar, get_args, get_origin
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -13,7 +14,10 @@ from pydantic import (
     Tag,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
+
+from forge.core.values import shown
 
 # Marks keys that may change when a run resumes. A checkpoint is bound to all other keys of model and
 # train: a change of those is refused.
@@ -63,6 +67,20 @@ LiteralPath = Annotated[str, AfterValidator(_usable_path)]
 FilePath = Annotated[str, AfterValidator(lambda path: _usable_path(expanded(path)))]
 
 
+class Retired(NamedTuple):
+    """A key that earlier versions had. default: its value where nothing was set, of a section that of each
+    of its keys. instead: what to do now, in an error."""
+
+    default: Any
+    instead: str
+
+    def is_unset(self, value: Any) -> bool:
+        """Whether the value is the default, which files of earlier versions name in full."""
+        if isinstance(value, Mapping) and isinstance(self.default, Mapping):
+            return {**self.default, **value} == self.default
+        return bool(value == self.default)
+
+
 class Section(BaseModel):
     """Base of all sections. Unknown keys are errors: a misspelled key would train with its default."""
 
@@ -78,6 +96,22 @@ class Section(BaseModel):
 
     BOUND: ClassVar[tuple[str, ...] | None] = None
     """Keys that may not change when a run resumes; None: all that are not marked FREE."""
+
+    RETIRED: ClassVar[Mapping[str, Retired]] = {}
+    """Keys of earlier versions: dropped at their default, which files of these versions name, else refused
+    by name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _retired_keys_are_unset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for key, retired in cls.RETIRED.items():
+            if key in values and not retired.is_unset(values[key]):
+                raise ValueError(
+                    f"{key} is {shown(values[key])}, and this key was removed: {retired.instead}"
+                )
+        return {key: value for key, value in values.items() if key not in cls.RETIRED}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -114,3 +148,30 @@ def section_of_entries(annotation: Any) -> type[Section] | None:
     parts = [annotation, *get_args(annotation)]
     named = [get_args(part)[1] for part in parts if get_origin(part) is dict]
     return section_of(named[0]) if named else None
+
+
+def with_retired(section: type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a section with all retired keys at their defaults, as digests of earlier versions have
+    them."""
+    retired = {key: one.default for key, one in section.RETIRED.items()}
+    return {**retired, **_below(with_retired, section, values)}
+
+
+def without_retired(section: type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a section, read from a record, without retired keys, whatever they were set to."""
+    kept = {key: value for key, value in values.items() if key not in section.RETIRED}
+    return _below(without_retired, section, kept)
+
+
+def _below(
+    change: Callable[[type[Section], Mapping[str, Any]], dict[str, Any]],
+    section: type[Section],
+    values: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The values with a change made in the sections below this one."""
+    changed = dict(values)
+    for name, field in section.model_fields.items():
+        key, below = field.alias or name, section_of(field.annotation)
+        if below and isinstance(values.get(key), Mapping):
+            changed[key] = change(below, values[key])
+    return changed
