@@ -64,7 +64,7 @@ from forge.data.content_ids import resolve, single_corpora
 from forge.evaluation.tasks import find_tasks, refuse_missing_package
 from forge.reporting.workflow_output import print_end
 from forge.run import cost, train
-from forge.run.during_training import EVALUATION, REPRODUCTION
+from forge.run.during_training import EVALUATION
 from forge.run.programs import program_of
 from forge.tracking.tracker import refuse_missing_packages
 from forge.validation.estimates import BASE_BYTES, training_bytes
@@ -73,6 +73,7 @@ from forge.validation.estimates import BASE_BYTES, training_bytes
 SUBMITTED = "FORGE_SUBMITTED"
 KNOWN_FAILURE = "known_failure_run"
 QUEUE_POLL_SEC = 10.0
+REPRODUCTION = "reproduce_run"
 REPRODUCTION_MIN = 60  # its time limit where the profile has none, as on one machine
 PROGRAM_MB = 8000  # for what another program has trained, whose size is not known
 
@@ -110,7 +111,7 @@ def read_config(settings: Any, files: Sequence[str] = (CONFIG,)) -> dict[str, An
     files = [file for file in files if Path(file).exists() or not settings.configfiles]
     for values in (*map(read_values, [*files, *settings.configfiles]), given):
         if values.get("program"):  # config.yaml may be about Forge's own trainer
-            unused = (*OF_FORGES_TRAINER, "evaluate", "certify")
+            unused = (*OF_FORGES_TRAINER, "evaluate")
             merged = {name: old for name, old in merged.items() if name not in unused}
         _merge(merged, values)
     return merged
@@ -258,24 +259,17 @@ def reproduction_extra(
     has trained the run. settings: Snakemake's ResourceSettings. submits: False asks no Slurm."""
     if not submits:
         return ""
-    paths = RunPaths.of(config)
-    request = _reproduction_request(config, allocation, settings, threads=threads, mem_mb=mem_mb)
-    request = request.excluding(exclude.read(paths.bad_nodes))
-    if not (trained := events.trained_nodes(paths.events)):
-        return request.extra
-    return request.excluding(submission.nodes_to_avoid(request, trained)).extra
-
-
-def _reproduction_request(
-    config: ResolvedConfig, allocation: Allocation, settings: Any, *, threads: int, mem_mb: int
-) -> Request:
-    """The request of reproduce_run for this run, without the nodes that the machine excludes."""
     given = of_profile(REPRODUCTION, settings)
     own = {n: plain(v) for n, v in settings.overwrite_resources.get(REPRODUCTION, {}).items()}
     of_nodes = {n: v for n, v in allocation.resources(config.run).items() if n in OF_NODES}
     extra = sbatch.excluding(given.get("slurm_extra") or "", allocation.machine.slurm.exclude)
     asked = {"runtime": REPRODUCTION_MIN, **given, **of_nodes, "mem_mb": mem_mb, **own}
-    return Request.of_rule(REPRODUCTION, {**asked, "slurm_extra": extra}, threads)
+    request = Request.of_rule(REPRODUCTION, {**asked, "slurm_extra": extra}, threads)
+    paths = RunPaths.of(config)
+    request = request.excluding(exclude.read(paths.bad_nodes))
+    if not (trained := events.trained_nodes(paths.events)):
+        return request.extra
+    return request.excluding(submission.nodes_to_avoid(request, trained)).extra
 
 
 def of_profile(rule: str, settings: Any) -> dict[str, Any]:
@@ -333,12 +327,9 @@ def keep_settings(
         requests = {}
         if submits:
             requests[EVALUATION] = _evaluation_request(settings, memory(name)).to_json()
-        if submits and config.certify.every:
-            requests[REPRODUCTION] = _certification_request(config, allocation, settings).to_json()
         kept = RunSettings(
             tracking=config.tracking,
             evaluate=config.evaluate,
-            certify=config.certify,
             jobs=requests,
         )
         kept.write(settings_file(name))
@@ -349,34 +340,6 @@ def _evaluation_request(settings: Any, mem_mb: int) -> Request:
     threads = plain(settings.overwrite_threads.get(EVALUATION)) or 1
     asked = given if "mem_mb" in own else {**given, "mem_mb": mem_mb}
     return Request.of_rule(EVALUATION, asked, threads)
-
-
-def _certification_request(
-    config: ResolvedConfig, allocation: Allocation, settings: Any
-) -> Request:
-    ranks = allocation.layout(config.run).world_size
-    threads = plain(settings.overwrite_threads.get(REPRODUCTION)) or ranks
-    mem_mb = reproduction_mem_mb(config, allocation, settings.default_resources)
-    return _reproduction_request(config, allocation, settings, threads=threads, mem_mb=mem_mb)
-
-
-def check_certified(
-    runs: dict[str, ResolvedConfig], allocation: Allocation, settings: Any, due: Iterable[Any]
-) -> None:
-    """ConfigError for a run with certify.every whose ranks have more GPUs than the one node of its jobs.
-    settings: Snakemake's ResourceSettings. due: jobs that will run."""
-    trained = {job.wildcards.run for job in due if job.rule.name == jobs.TRAIN_RULE}
-    for name in sorted(name for name in trained if runs[name].certify.every):
-        ranks = allocation.layout(name).world_size
-        _, gpus = _certification_request(runs[name], allocation, settings).gpus
-        if 0 < gpus < ranks:
-            raise ConfigError(
-                f"run {name}: certify.every is {runs[name].certify.every}, and its {ranks} ranks have a"
-                f" GPU each: the jobs that train steps again have {gpus}",
-                cause="they have one node, as many ranks, and by default the GPUs of a node that trains",
-                fix=f'set gres: "gpu:{ranks}" in set-resources of reproduce_run, where a node has as'
-                " many; or remove certify.every",
-            )
 
 
 def check_tasks(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:

@@ -163,7 +163,7 @@ def _chosen(request: ReproduceOptions, covers: Coverage[Any], seed: int) -> list
         raise UnfitError(
             f"none of the {len(covers.saved)} parts of the run can be trained again in"
             f" {request.minutes:g} minutes",
-            cause="its checkpoints that are here are too far apart (train.keep_pairs keeps closer ones)",
+            cause="checkpoints that are here are too far apart; a smaller train.keep_every keeps more",
             fix="give more time: --minutes N; in the workflow runtime in set-resources of reproduce_run",
         )
     if not covers.intervals:
@@ -184,7 +184,7 @@ def _named(request: ReproduceOptions, covers: Coverage[Any]) -> list[Interval[An
     raise DataError(
         f"the steps up to {request.checkpoint} cannot be trained again: no checkpoint before it is there",
         cause="they were pruned, and the run began from another run or from pretrained weights",
-        fix="train.keep_every and train.keep_pairs: true keep a checkpoint and the one before it",
+        fix="train.keep_every keeps some, a larger train.keep_last more of the newest",
     )
 
 
@@ -192,7 +192,7 @@ def _pruned(err: FileNotFoundError) -> DataError:
     return DataError(
         f"{err.filename} was removed while it was read",
         cause="the run is training and keeps only its newest checkpoints",
-        fix="train.keep_every and train.keep_pairs: true keep a checkpoint and the one before it",
+        fix="train.keep_every keeps some, a larger train.keep_last more of the newest",
     )
 
 

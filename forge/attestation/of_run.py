@@ -35,7 +35,7 @@ from forge.checkpoint.manifest import Artifact, Lineage
 from forge.checkpoint.resume import CommittedCheckpoints
 from forge.checkpoint.sealed import SealedCheckpoint
 from forge.core import events
-from forge.core.config import ResolvedConfig, checked
+from forge.core.config import ResolvedConfig, as_recorded, checked
 from forge.core.errors import DataError, ForgeError
 from forge.core.files import canonical, digest_bytes, digest_file, read_object, read_object_or_empty
 from forge.core.paths import MANIFEST, RunPaths, inputs_folder, tokenizer_folder, tokens_folder
@@ -163,7 +163,9 @@ def _of_program(checkpoint: SealedCheckpoint, saved: SavedRun) -> Iterator[Chain
 def _config(file: Path, digest: str) -> ConfigUsed:
     """The config of a program, of which a seal has only the digest."""
     try:
-        values = trained_values(checked(ResolvedConfig, read_object(file), str(file)).to_json())
+        values = trained_values(
+            checked(ResolvedConfig, as_recorded(read_object(file)), str(file)).to_json()
+        )
     except ForgeError as err:
         say(f"note: the statement has no values of the config: {err.what}")
         return ConfigUsed(blake3=digest, values=None)

@@ -30,6 +30,7 @@ from forge.core.errors import ConfigError, DataError, ForgeError
 from forge.core.files import canonical, digest_bytes, digest_file
 from forge.core.paths import MANIFEST, RunPaths, tokens_folder
 from forge.core.records import Trained
+from forge.core.section import without_retired
 from forge.core.train_settings import Train
 from forge.validation.estimates import training_bytes
 
@@ -165,7 +166,7 @@ def _start(values: dict[str, Any], interval: Interval[Checkpoint]) -> dict[str, 
 
 
 def _train(stated: dict[str, Any], interval: Interval[Checkpoint]) -> dict[str, Any]:
-    values, length = dict(stated), interval.last - interval.first
+    values, length = without_retired(Train, stated), interval.last - interval.first
     decay_steps = values.get("decay_steps")
     if interval.end:
         manifest = interval.end.manifest
@@ -187,5 +188,5 @@ def _train(stated: dict[str, Any], interval: Interval[Checkpoint]) -> dict[str, 
             "eval_samples": 1,
             "log_every": max(1, length // 10),
         },
-        **{"keep_last": 2, "keep_every": None, "keep_pairs": False},
+        **{"keep_last": 2, "keep_every": None},
     }

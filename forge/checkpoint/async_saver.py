@@ -84,7 +84,6 @@ class Saver:
         *,
         keep_last: int,
         keep_every: int | None = None,
-        keep_pairs: bool = False,
         last: bool = False,
     ) -> AsyncSave:
         """Begin to save this state; the previous save must be finished.
@@ -100,9 +99,7 @@ class Saver:
             self._has_copied = True
         failpoints.reach("save.staged")
 
-        commit = partial(
-            directory.commit, keep_last=keep_last, keep_every=keep_every, keep_pairs=keep_pairs
-        )
+        commit = partial(directory.commit, keep_last=keep_last, keep_every=keep_every)
 
         def work() -> directory.Checkpoint:
             if not live:

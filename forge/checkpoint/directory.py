@@ -21,7 +21,7 @@ from typing import Any
 
 from forge.checkpoint.manifest import MANIFEST, Manifest
 from forge.core import events, failpoints
-from forge.core.config import ResolvedConfig, apply_overrides, checked
+from forge.core.config import ResolvedConfig, apply_overrides, as_recorded, checked
 from forge.core.errors import DataError, DiskFull, UnfitError
 from forge.core.file_list import FileEntry, FileList
 from forge.core.files import digest_file, disk_trouble, fsync_folder, plain_name
@@ -67,7 +67,8 @@ class Checkpoint:
     def config(self, overrides: dict[str, Any]) -> ResolvedConfig:
         """The config that made it, with other values for some keys. Raises ConfigError for one that this
         version of Forge refuses."""
-        values = apply_overrides(self.manifest.lineage.config.to_json(), overrides)
+        recorded = as_recorded(self.manifest.lineage.config.to_json())
+        values = apply_overrides(recorded, overrides)
         return checked(ResolvedConfig, values, str(self.folder))
 
     @classmethod
@@ -261,8 +262,6 @@ def commit(
     manifest: Manifest,
     keep_last: int,
     keep_every: int | None = None,
-    *,
-    keep_pairs: bool = False,
 ) -> Checkpoint:
     """Make a written temporary directory the newest checkpoint, durably, then prune. Rank 0.
 
@@ -293,7 +292,7 @@ def commit(
         intent.replace(paths.latest)
         fsync_folder(paths.checkpoints)
     failpoints.reach("commit.done", final)
-    prune(paths, keep_last, keep_every, keep_pairs=keep_pairs)
+    prune(paths, keep_last, keep_every)
     return Checkpoint(final, manifest)
 
 
@@ -327,11 +326,8 @@ def finish_commit(paths: RunPaths) -> None:
         fsync_folder(paths.checkpoints)
 
 
-def prune(
-    paths: RunPaths, keep_last: int, keep_every: int | None = None, *, keep_pairs: bool = False
-) -> None:
+def prune(paths: RunPaths, keep_last: int, keep_every: int | None = None) -> None:
     """Remove all but the newest `keep_last` checkpoints and those at multiples of `keep_every`.
-    keep_pairs: also keep the one before each of these.
 
     Keeps the one behind `latest`, and newer ones, which are left where a user has set `latest` back.
     A checkpoint that cannot be removed stays, with a warning: the next save tries again.
@@ -339,12 +335,9 @@ def prune(
     folder = linked(paths)
     newest = (checkpoint_step(folder.name) or 0) if folder else 0
     line = [f for f in committed(paths.checkpoints) if _step_of(f) <= newest]
-    next_of = dict(itertools.pairwise(line))
     for folder in line[:-keep_last]:
-        kept_with = [folder, next_of[folder]] if keep_pairs else [folder]
-        if keep_every and any(_step_of(one) % keep_every == 0 for one in kept_with):
-            continue
-        remove(folder)
+        if not keep_every or _step_of(folder) % keep_every:
+            remove(folder)
     clean(paths)
 
 

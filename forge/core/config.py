@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -30,12 +30,15 @@ from forge.core.program_settings import Program
 from forge.core.section import (
     FREE,
     FilePath,
+    Retired,
     Section,
     section_of,
     section_of_entries,
     tagged_sections,
+    with_retired,
+    without_retired,
 )
-from forge.core.service_settings import Certify, Evaluate, Report, Tracking, ValidateSettings
+from forge.core.service_settings import Evaluate, Report, Tracking, ValidateSettings
 from forge.core.tokenize_settings import TOKEN_FORMATS, SourceName, Tokenize, Tokenizer
 from forge.core.train_settings import Train
 from forge.core.values import describe, read_cell, read_text, read_yaml, shown
@@ -48,7 +51,7 @@ HUB_PARENT = "hub:"
 # Keys that do not change what is trained; the config digest leaves them out.
 FOLDERS = ("run", "results", "data")
 # Sections that training does not read; a checkpoint knows nothing of them.
-OUTSIDE_TRAINING = ("validate", "report", "evaluate", "certify", "tracking")
+OUTSIDE_TRAINING = ("validate", "report", "evaluate", "tracking")
 # Sections that another program has no use for.
 OF_FORGES_TRAINER = ("tokenizer", "tokenize", "model", "train")
 # How torchtitan, transformers (configs and TrainingArguments) and nanoGPT call keys, and what people
@@ -113,6 +116,13 @@ class Ids(Section):
 class Config(Section):
     """Config of a run: data, model and hyperparameters, or a program. Nothing about machines."""
 
+    RETIRED: ClassVar = {
+        "certify": Retired(
+            {"every": None},
+            "`forge reproduce CHECKPOINT` trains the steps up to a checkpoint again",
+        )
+    }
+
     run: str = Field("base", pattern=rf"^{RUN_NAME}$")
     """Name of the run and of its directory in `results`."""
     results: FilePath = Field("results", min_length=1)
@@ -132,7 +142,6 @@ class Config(Section):
     validation: ValidateSettings = Field(ValidateSettings(), alias="validate")
     report: Report = Report()
     evaluate: Evaluate = Evaluate()
-    certify: Certify = Certify()
     tracking: Tracking = Tracking()
     ids: Ids | None = None
 
@@ -229,36 +238,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _certified_steps_begin_with_a_kept_checkpoint(self) -> Self:
-        every, kept, pairs = self.certify.every, self.train.keep_every, self.train.keep_pairs
-        if every and self.program:
-            raise ValueError(
-                f"certify.every is {every}, and only steps of Forge's own trainer are trained again:"
-                " remove certify, or program"
-            )
-        if not every:
-            return self
-        is_kept = kept is not None and every % kept == 0
-        fixes = [] if is_kept else [f"train.keep_every to {every} or a divisor of it"]
-        fixes += [] if pairs else ["train.keep_pairs to true"]
-        if fixes:
-            raise ValueError(
-                f"certify.every is {every}, and such checkpoints are not kept with the one before:"
-                f" train.keep_every is {kept or 'null'}, train.keep_pairs {str(pairs).lower()}; set"
-                f" {' and '.join(fixes)}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _pairs_are_of_kept_checkpoints(self) -> Self:
-        if self.train.keep_pairs and not self.train.keep_every:
-            raise ValueError(
-                "train.keep_pairs is true, and no checkpoints are there to pair: train.keep_every is"
-                f" null; set it, such as to {20 * self.train.checkpoint_every}"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _mix_fits_the_sources(self) -> Self:
         if self.train.mix is not None:
             step = self.parent.partition("@")[2] if self.parent else "0"
@@ -316,8 +295,11 @@ class Config(Section):
         return type(self)(**self.training_json())
 
     def training_json(self) -> dict[str, Any]:
-        """Values of config.json: all but the sections that training does not read."""
-        return {key: value for key, value in self.to_json().items() if key not in OUTSIDE_TRAINING}
+        """Values of config.json: all but the sections that training does not read. With keys that were
+        removed from the others: a run whose config.json says the same is not due again."""
+        values = with_retired(type(self), self.to_json())
+        left_out = (*OUTSIDE_TRAINING, *self.RETIRED)
+        return {key: value for key, value in values.items() if key not in left_out}
 
 
 class ResolvedConfig(Config):
@@ -341,6 +323,11 @@ class ResolvedConfig(Config):
         """The sections that only validation reads."""
         values = self.to_json()
         return {key: values[key] for key in ("validate", "report")}
+
+
+def as_recorded(values: Any) -> Any:
+    """The JSON of a config that some version of Forge has recorded, without keys that were removed."""
+    return without_retired(Config, values) if isinstance(values, dict) else values
 
 
 def _either(path: Path) -> str:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import forge
-from forge.core.config import FOLDERS, ResolvedConfig
+from forge.core.config import FOLDERS, Config, ResolvedConfig
 from forge.core.files import canonical, digest_bytes, short_id
+from forge.core.section import with_retired
 
 # On which the last bits of a result may depend; preflight compares them between nodes.
 PACKAGES = ("torch", "tokenizers", "numpy", "pydantic", "blake3")
@@ -25,7 +26,9 @@ def config_digest(config: ResolvedConfig) -> str:
 
 
 def trained_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Values of a config that `config_digest` digests, in whatever file they are recorded."""
+    """Values of a config that `config_digest` digests, in whatever file they are recorded. Keys that were
+    removed are among them, at their defaults: the digests that people have stay true."""
+    values = with_retired(Config, values)
     ids = {name: content_id for name, content_id in values["ids"].items() if content_id}
     left_out = (*FOLDERS, "tracking")
     return {key: value for key, value in {**values, "ids": ids}.items() if key not in left_out}

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from forge.core.errors import DataError, OtherFormat
 from forge.core.files import MAX_SMALL_JSON_BYTES, RelativePath, read_object, write_json
 from forge.core.process import Process
-from forge.core.service_settings import Certify, Evaluate, Report, Tracking, ValidateSettings
+from forge.core.service_settings import Evaluate, Report, Tracking, ValidateSettings
 
 
 class RecordPart(BaseModel):
@@ -190,11 +190,18 @@ class RunSettings(Record):
     validation: ValidateSettings = Field(ValidateSettings(), alias="validate")
     report: Report = Report()
     evaluate: Evaluate = Evaluate()
-    certify: Certify = Certify()
     tracking: Tracking = Tracking()
     jobs: dict[str, dict[str, Any]] = {}
     """For training, what the profile gives the rule of each kind of job that the launcher submits, as
     `Request.to_json`, by rule; {} without Slurm."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_certify(cls, values: Any) -> Any:
+        """Without the section that earlier versions wrote (Config.RETIRED), for a job in the queue."""
+        if not isinstance(values, dict):
+            return values
+        return {key: value for key, value in values.items() if key != "certify"}
 
     @property
     def sections(self) -> dict[str, Any]:

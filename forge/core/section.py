@@ -68,8 +68,8 @@ FilePath = Annotated[str, AfterValidator(lambda path: _usable_path(expanded(path
 
 
 class Retired(NamedTuple):
-    """A key that earlier versions had. default: its value where nothing was set, of a section that of each
-    of its keys. instead: what to do now, in an error."""
+    """A key that earlier versions had. default: its value where nothing was set; of a section, of each of
+    its keys. instead: what to do now, in an error."""
 
     default: Any
     instead: str
@@ -98,8 +98,8 @@ class Section(BaseModel):
     """Keys that may not change when a run resumes; None: all that are not marked FREE."""
 
     RETIRED: ClassVar[Mapping[str, Retired]] = {}
-    """Keys of earlier versions: dropped at their default, which files of these versions name, else refused
-    by name."""
+    """Keys of earlier versions: dropped at their default, which files of these versions name, else
+    refused by name."""
 
     @model_validator(mode="before")
     @classmethod
@@ -151,8 +151,8 @@ def section_of_entries(annotation: Any) -> type[Section] | None:
 
 
 def with_retired(section: type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a section with all retired keys at their defaults, as digests of earlier versions have
-    them."""
+    """The values of a section with all retired keys at their defaults, as in digests of earlier
+    versions."""
     retired = {key: one.default for key, one in section.RETIRED.items()}
     return {**retired, **_below(with_retired, section, values)}
 

@@ -1,4 +1,4 @@
-"""Sections that training does not read: `validate`, `report`, `evaluate`, `certify` and `tracking`."""
+"""Sections that training does not read: `validate`, `report`, `evaluate` and `tracking`."""
 
 from __future__ import annotations
 
@@ -64,17 +64,6 @@ class Evaluate(Section):
         if value != "auto" and not (str(value).isdecimal() and int(value) >= 1):
             raise ValueError("must be auto, or a number of requests, 1 or more")
         return value
-
-
-class Certify(Section):
-    """Parts of a run are trained again while it trains: silent corruption is found within hours."""
-
-    BOUND = ()
-
-    every: int | None = Field(None, ge=1)
-    """Train the steps up to every checkpoint whose step is a multiple of this again, under Slurm as jobs
-    during training, on other nodes. Itself a multiple of train.keep_every, with train.keep_pairs; null:
-    none."""
 
 
 class Wandb(Section):

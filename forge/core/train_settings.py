@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from forge.core.errors import ConfigError
 from forge.core.mix import Mix, check_mix
 from forge.core.models.base import Model
-from forge.core.section import FREE, Section
+from forge.core.section import FREE, Retired, Section
 
 # Values of train.shard.
 Shard = Literal["none", "node", "all"] | Annotated[int, Field(ge=2)]
@@ -30,6 +30,12 @@ Minutes = Literal["auto"] | Annotated[float, Field(gt=0)] | None
 
 class Train(Section):
     """Optimization, evaluation and checkpoints."""
+
+    RETIRED: ClassVar = {
+        "keep_pairs": Retired(
+            False, "a smaller keep_every keeps more checkpoints, or checkpoint_every"
+        )
+    }
 
     seed: int = Field(0, ge=0, lt=2**32)
     """Seed of the initial weights, the order of the samples and dropout."""
@@ -130,9 +136,6 @@ class Train(Section):
     """Number of newest committed checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1, json_schema_extra=FREE)
     """Also keep every checkpoint whose step is a multiple of this; null: none."""
-    keep_pairs: bool = Field(False, json_schema_extra=FREE)
-    """Of each checkpoint that keep_every keeps also the one before: the steps between both are what
-    `forge reproduce` can train again in a short time."""
 
     @field_validator("mix", mode="before")
     @classmethod

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forge.core.config import FOLDERS
+from forge.core.config import FOLDERS, as_recorded
 from forge.core.errors import ConfigError
 from forge.core.files import atomic_open, read_object_or_empty
 from forge.core.paths import RunPaths
@@ -127,7 +127,7 @@ def _run(paths: RunPaths) -> ComparedRun:
         "checkpoint_digest": checkpoint.digest if checkpoint else None,
         "weights_digest": dict(summary.lineage).get("weights digest"),
     }
-    config = _flat(read_object_or_empty(paths.config))
+    config = _flat(as_recorded(read_object_or_empty(paths.config)))
     return ComparedRun(summary.state, values, read_scores(paths), config)
 
 

@@ -136,8 +136,7 @@ class RunFiles:
 
     @cached_property
     def trained_again(self) -> list[Certified]:
-        """How steps that were trained again ended (certify.every). Raises DataError for a record that
-        cannot be read."""
+        """Results of `forge reproduce CHECKPOINT`. Raises DataError for a record that cannot be read."""
         return certified.results(self.paths)
 
     @cached_property

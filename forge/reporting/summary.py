@@ -42,7 +42,7 @@ class Summary:
     end: str = ""
     """When it will reach its goal; "" while it does not train."""
     certified: list[str] = field(default_factory=list)
-    """Lines on parts that were trained again (certify.every)."""
+    """Lines on steps up to checkpoints that `forge reproduce` has trained again."""
     text: list[str] = field(default_factory=list)
     """Lines on the text of the tokens: characters that the tokenizer loses, equal files."""
 
@@ -135,7 +135,7 @@ def summarize(paths: RunPaths) -> Summary:
         *(state, notes, checkpoint, trained, validation, preflight, files.world_sizes),
         expected=expected,
         end=_end(files, expected) if state.state == "running" else "",
-        certified=certified.summary(again, certified.waiting(paths)),
+        certified=certified.summary(again),
         text=text or [],
     )
 

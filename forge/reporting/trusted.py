@@ -21,6 +21,7 @@ from forge.core.config import (
     Config,
     ResolvedConfig,
     apply_overrides,
+    as_recorded,
     checked,
     read_values,
 )
@@ -84,7 +85,7 @@ def trusted(
     file: of --config. needed: keys or sections that the command needs. writes: whether it writes beside
     the results. Raises ConfigError, and DataError where it would write through a link.
     """
-    own = read_object_or_empty(run.config)
+    own = as_recorded(read_object_or_empty(run.config))
     of_project, why = _of_project(run, own)
     if writes and of_project is None:
         _refuse_links(run)
@@ -102,7 +103,7 @@ def trusted(
 def trusted_data(run: RunPaths, file: str | None, *, writes: bool = False) -> str:
     """The directory with tokenizers and tokens: of --config, else of the project. For runs of Forge's own
     trainer, whose checkpoints have a config. writes: whether the command writes beside them."""
-    if writes and _of_project(run, read_object_or_empty(run.config))[0] is None:
+    if writes and _of_project(run, as_recorded(read_object_or_empty(run.config)))[0] is None:
         _refuse_links(run)
     return _of_file(file, run).data if file else project_folder("data")
 

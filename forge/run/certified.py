@@ -1,10 +1,10 @@
-"""Which parts of a run were trained again while it trained, and how did that end (`certify.every`)?"""
+"""Results of `forge reproduce CHECKPOINT`, which trains the steps up to a checkpoint again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, checkpoint_step
+from forge.core.paths import CHECKPOINT_PREFIX, RunPaths
 from forge.core.records import Certified
 
 WRONG = "NOT reproduced"
@@ -16,13 +16,6 @@ def results(paths: RunPaths) -> list[Certified]:
     Raises DataError for a record that cannot be read."""
     files = paths.certificates.glob(f"{CHECKPOINT_PREFIX}*.result.json")
     return sorted((Certified.read(file) for file in files), key=lambda one: one.last)
-
-
-def waiting(paths: RunPaths) -> list[int]:
-    """Steps of the checkpoints whose job was submitted and has left no result, oldest first."""
-    files = paths.certificates.glob(f"{CHECKPOINT_PREFIX}*.job.json")
-    steps = [checkpoint_step(file.name.removesuffix(".job.json")) for file in files]
-    return sorted(s for s in steps if s is not None and not paths.certified_at(s).exists())
 
 
 def described(one: Certified) -> str:
@@ -52,16 +45,15 @@ def wrong(found: Sequence[Certified]) -> list[Certified]:
     return [one for one in found if one.result == "not reproduced"]
 
 
-def summary(found: Sequence[Certified], missing: Sequence[int]) -> list[str]:
+def summary(found: Sequence[Certified]) -> list[str]:
     """Lines for people: how many parts were trained again with the same result, and each that was not;
-    [] where none was tried. missing: as `waiting` gives them."""
-    none_yet = [f"no result of the steps up to {', '.join(map(str, missing))}"] if missing else []
+    [] where none was tried."""
     if not found:
-        return none_yet
+        return []
     good = [one for one in found if one.result == "reproduced"]
     equal = sum(one.is_bitwise for one in good)
     how = "bitwise equal" if equal == len(good) else f"as they were, {equal} bitwise equal"
     first = f"{len(good)} of {len(found)} parts trained again {how}"
     if same := sum(one.again_on in one.trained_on for one in good):
         first += f", {same} on a node that had trained it"  # whose own faults would come again
-    return [first, *(described(one) for one in found if one not in good), *none_yet]
+    return [first, *(described(one) for one in found if one not in good)]

@@ -269,7 +269,6 @@ class Trainer:
             self.start.manifest(self.step, self.skipped, reference),
             keep_last=settings.keep_last,
             keep_every=settings.keep_every,
-            keep_pairs=settings.keep_pairs,
             last=last,
         )
         begun.stall = time.perf_counter() - started  # includes the reference losses

@@ -13,12 +13,10 @@ import yaml
 from support.user_snakefile import WITH_OWN_RULES
 
 from forge.core.files import read_json
-from forge.core.records import Certified
 from forge.core.train_settings import Train
 from tools.slurm_cluster.cluster import Cluster
-from tools.slurm_cluster.machines import wait_until
 
-from .job_run import GOAL, TINY_CONFIG, Uninterrupted, paused
+from .job_run import GOAL, TINY_CONFIG, Uninterrupted
 from .project import Project
 
 Nodes = Callable[[int], list[str]]
@@ -182,30 +180,6 @@ def test_steps_are_trained_again_on_another_node_than_those_that_trained(
     made = read_json(run.folder / record["file"])["predicate"]
     assert made["by"]["machine"] == "another"
     assert [one["outcome"] for one in made["intervals"]] == ["bitwise"]
-
-
-@pytest.mark.weekly
-def test_steps_are_trained_again_on_another_node_while_the_run_trains(
-    new_project: NewProject, cluster: Cluster
-) -> None:
-    few = {"max_steps": 30, "checkpoint_every": 10, "keep_every": 20, "keep_pairs": True}
-    values = {"train": TINY_CONFIG["train"] | few, "certify": {"every": 20}}
-    project = new_project(on=3, values=values)
-    command, run = project.start(env=paused(29)), project.run()
-    run.wait_for_pause(29)
-    found = run.paths.certified_at(20)
-    wait_until(found.exists, 120, "its result", run.said, every=0.2)
-    run.end_pause(29)
-    assert project.end(command) == 0, project.said()
-    [launch] = run.events("launch")
-    job = cluster.job(read_json(run.paths.certificates / "step-00000020.job.json")["job"])
-    assert {job["NodeList"]} == set(cluster.nodes[:3]) - set(launch["nodes"])
-    assert Certified.read(found) == Certified(
-        **{"first": 10, "last": 20, "result": "reproduced", "is_bitwise": True},
-        **{"trained_on": sorted(launch["nodes"]), "again_on": job["NodeList"]},
-    )
-    said = "certify: steps 11 to 20 reproduced, trained on "
-    assert said in (run.paths.logs / "train.log").read_text()
 
 
 def test_interactive_profile_trains_inside_an_allocation(

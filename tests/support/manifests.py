@@ -104,7 +104,6 @@ def save(
     config: ResolvedConfig | None = None,
     keep_last: int = 2,
     keep_every: int | None = None,
-    keep_pairs: bool = False,
     content: bytes = b"weights",
     **facts: Any,
 ) -> directory.Checkpoint:
@@ -112,9 +111,7 @@ def save(
     folder = directory.begin(paths, step)
     (folder / "__0_0.distcp").write_bytes(content)
     manifest = manifest_of(step, config, files={"__0_0.distcp": stored(content)}, **facts)
-    return directory.commit(
-        *(paths, folder, manifest, keep_last, keep_every), keep_pairs=keep_pairs
-    )
+    return directory.commit(paths, folder, manifest, keep_last, keep_every)
 
 
 def names(folder: Path) -> set[str]:

@@ -48,7 +48,7 @@ def hold(
 
 
 def trained_again(run: RecordedRun, **values: Any) -> None:
-    """What a job of certify.every leaves."""
+    """Leave the record of `forge reproduce CHECKPOINT`."""
     usual = {"first": 8, "last": 10, "result": "reproduced", "trained_on": ["n1"], "again_on": "n3"}
     made = Certified.model_validate({**usual, **values})
     run.paths.certificates.mkdir(exist_ok=True)

@@ -139,7 +139,7 @@ COMPOSED = {
     "rank … of … on … did not arrive at the …: stopped by SIGSTOP (pid …, state T); rank … saw: …",
     "rank … of … on … did not arrive at the …: its node is cut off, and does not reach Slurm either;"
     " rank … saw: …",
-    "certify: NOT reproduced: steps …, trained on …, again on …",
+    "NOT reproduced: steps …, trained on …, again on …",
     "NODE … FAIL answers=fail",
     "interface: ib9 (fabric.interface) is not there",
     "loss … and gradient norm … on rank … are not finite; the weights were not updated",

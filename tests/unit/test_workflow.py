@@ -252,7 +252,7 @@ def keep(run, settings, *, submits=True):
         *({run.run: run}, ALLOCATION, settings, lambda name: 5000), submits=submits
     )
     found = RunSettings.read(settings_file(run.run))
-    assert (found.evaluate, found.certify) == (run.evaluate, run.certify)
+    assert found.evaluate == run.evaluate
     return {rule: Request.from_json(values) for rule, values in found.jobs.items()}
 
 
@@ -270,42 +270,6 @@ def test_jobs_during_training_ask_for_what_the_profile_gives_evaluate_run(run):
     of_the_model = " ".join(kept(run, resources()))
     assert "-p cpu " in of_the_model and "--mem 5000 " in of_the_model
     assert kept(run, resources(), submits=False) == {}
-
-
-def test_jobs_that_certify_ask_for_nodes_of_the_training_and_what_the_profile_gives_reproduce_run(
-    run,
-):
-    certified = changed(run, "certify", every=10)
-    asked = keep(certified, resources())["reproduce_run"]
-    assert (asked.partition, asked.gpus, asked.cpus) == ("gpu", ("", 2), 4)
-    assert asked.minutes == 60 and asked.mem_mb > 1000
-    assert asked.excluded == {"n8"} and "--exclude=n8" in asked.options
-    own = {"reproduce_run": {"slurm_partition": "other", "runtime": 7}}
-    settings = resources()
-    settings.overwrite_resources |= own
-    settings.overwrite_threads["reproduce_run"] = 3
-    asked = keep(certified, settings)["reproduce_run"]
-    assert (asked.partition, asked.minutes, asked.cpus) == ("other", 7, 3)
-    assert "reproduce_run" not in keep(run, resources())
-
-
-def test_run_whose_ranks_have_gpus_of_more_than_one_node_is_not_certified(run):
-    due = [
-        SimpleNamespace(
-            rule=SimpleNamespace(name="train_run"), wildcards=SimpleNamespace(run="base")
-        )
-    ]
-    certified = {"base": changed(run, "certify", every=10)}
-    with pytest.raises(
-        ConfigError, match=r"its 4 ranks have a GPU each: the jobs .* have 2"
-    ) as error:
-        workflow.check_certified(certified, ALLOCATION, resources(), due)
-    assert 'gres: "gpu:4" in set-resources of reproduce_run' in str(error.value)
-    workflow.check_certified(certified, ALLOCATION, resources(), [])
-    workflow.check_certified({"base": run}, ALLOCATION, resources(), due)
-    settings = resources()
-    settings.overwrite_resources["reproduce_run"] = {"gres": "gpu:4"}
-    workflow.check_certified(certified, ALLOCATION, settings, due)
 
 
 def test_settings_are_in_the_project_and_not_beside_the_results(run):

@@ -102,8 +102,6 @@ def check_plan(submits):
     # All, since a dry run has finished them.
     due = list(workflow.dag.needrun_jobs(exclude_finished=False))
     ALLOCATION.check_runs(due, FAILED)
-    if submits:
-        helpers.check_certified(RUNS, ALLOCATION, workflow.resource_settings, due)
     return helpers.check_cost(RUNS, ALLOCATION, due) if submits else ""
 
 

@@ -157,13 +157,6 @@ def test_multiples_of_keep_every_are_never_pruned(paths):
     assert names(paths.checkpoints) == {"latest", "step-00000030", "step-00000060"}
 
 
-def test_pair_of_keep_every_and_the_checkpoint_before_is_never_pruned(paths):
-    for step in (10, 20, 27, 30, 40, 50, 60, 70, 80):
-        save(paths, step, keep_last=1, keep_every=30, keep_pairs=True)
-    kept = {f"step-{step:08d}" for step in (27, 30, 50, 60, 80)}
-    assert names(paths.checkpoints) == {"latest", *kept}
-
-
 def test_save_without_room_is_refused_before_anything_is_written(paths):
     save(paths, 10)
     with pytest.raises(UnfitError, match=r"needs .* MiB in .* are free"):

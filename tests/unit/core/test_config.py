@@ -56,7 +56,7 @@ def test_unknown_key_of_a_large_section_is_not_answered_with_all_its_keys():
     with pytest.raises(ConfigError) as caught:
         config_of(**{"train.learning_rate": 0.1})
     assert "did you mean lr?" in str(caught.value)
-    assert "the nearest of the 39 keys of train: " in str(caught.value)
+    assert "the nearest of the 38 keys of train: " in str(caught.value)
     assert str(caught.value).splitlines()[0].count(",") < 6
 
 
@@ -257,11 +257,28 @@ def test_rewind_is_refused_with_what_to_do_instead():
     assert "parent: RUN@STEP and another train.seed" in line
 
 
-def test_pairs_of_no_kept_checkpoints_are_refused_with_what_to_set():
-    values = {"train.keep_pairs": True, "train.checkpoint_every": 30}
-    with pytest.raises(ConfigError, match=r"train.keep_pairs is true.* set it, such as to 600"):
-        config_of(**values)
-    assert config_of(**values, **{"train.keep_every": 300}).train.keep_pairs
+@pytest.mark.parametrize(
+    ("key", "unset", "value", "instead"),
+    [
+        (
+            "certify.every",
+            None,
+            100,
+            "certify is {'every': 100}, and this key was removed: `forge rep",
+        ),
+        (
+            "train.keep_pairs",
+            False,
+            True,
+            "train: keep_pairs is True, and this key was removed: a smaller",
+        ),
+    ],
+)
+def test_keys_that_were_removed_are_refused_where_they_are_set(key, unset, value, instead):
+    assert config_of(**{key: unset}) == config_of()
+    with pytest.raises(ConfigError) as error:
+        config_of(**{key: value})
+    assert instead in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -272,36 +289,6 @@ def test_evaluated_checkpoints_that_are_not_kept_are_refused_by_key_and_value(ke
     with pytest.raises(ConfigError, match=f"evaluate.every is {every}.* is {keep_every}; set it"):
         config_of(**values)
     assert config_of(**{**values, "train.keep_every": 50}).evaluate.every == every
-
-
-@pytest.mark.parametrize(
-    ("keep_every", "pairs", "fix"),
-    [
-        (None, False, "train.keep_every to 100 or a divisor of it and train.keep_pairs to true"),
-        (200, True, "train.keep_every to 100 or a divisor of it"),
-        (30, True, "train.keep_every to 100 or a divisor of it"),
-        (50, False, "train.keep_pairs to true"),
-    ],
-)
-def test_certified_checkpoints_that_are_not_kept_with_the_one_before_are_refused_with_what_to_set(
-    keep_every, pairs, fix
-):
-    values = {"certify.every": 100, "train.keep_every": keep_every, "train.keep_pairs": pairs}
-    with pytest.raises(ConfigError) as error:
-        config_of(**values)
-    [line] = [line for line in str(error.value).splitlines() if "certify.every is 100" in line]
-    assert (
-        f"train.keep_every is {keep_every or 'null'}, train.keep_pairs {str(pairs).lower()}" in line
-    )
-    assert line.endswith(f"; set {fix}")
-    good = {**values, "train.keep_every": 50, "train.keep_pairs": True}
-    assert config_of(**good).certify.every == 100
-
-
-def test_steps_of_another_program_are_not_certified():
-    values = {"program": {"command": ["python", "train.py"]}, "certify": {"every": 10}}
-    with pytest.raises(ConfigError, match="only steps of Forge's own trainer are trained again"):
-        checked(Config, values, "config.yaml")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 
 from forge.core.config import checked
@@ -10,13 +12,13 @@ from forge.core.section import Retired, Section, with_retired, without_retired
 
 
 class _Below(Section):
-    RETIRED = {"pairs": Retired(False, "set keep to 2")}
+    RETIRED: ClassVar = {"pairs": Retired(False, "set keep to 2")}
 
     keep: int = 1
 
 
 class _Whole(Section):
-    RETIRED = {"again": Retired({"every": None}, "`forge reproduce` does it")}
+    RETIRED: ClassVar = {"again": Retired({"every": None}, "`forge reproduce` does it")}
 
     name: str = "base"
     below: _Below = _Below()

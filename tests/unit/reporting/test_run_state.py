@@ -29,7 +29,7 @@ from forge.core import events
 from forge.core.file_list import FileList
 from forge.core.files import read_json, write_json
 from forge.core.process import Process
-from forge.core.records import Lock, SubmittedJob
+from forge.core.records import Lock
 from forge.reporting import logs, run_state, show, status, summary, workflow_output
 from forge.reporting.report import render
 from forge.reporting.run_files import RunFiles
@@ -180,9 +180,6 @@ def test_parts_that_were_trained_again_are_counted_by_show_and_report(run, capsy
     assert "2 of 3 parts trained again as they were, 1 bitwise equal" in render(run.paths)
     trained_again(run, last=10, again_on="n1")
     assert "1 bitwise equal, 1 on a node that had trained it" in render(run.paths)
-    for step in (30, 40, 50):
-        SubmittedJob(job="7").write(run.paths.certificates / f"step-{step:08}.job.json")
-    assert "<li>no result of the steps up to 40, 50</li>" in render(run.paths)
 
 
 def test_record_of_a_part_that_cannot_be_read_is_named_and_hides_nothing_else(run, capsys):

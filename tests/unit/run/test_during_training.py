@@ -1,4 +1,4 @@
-"""Threat: a checkpoint with two jobs of a kind or with none, and a queue that disturbs training."""
+"""Threat: a checkpoint with two jobs or with none, and a queue that disturbs training."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import happenings
-from support.recorded_run import RecordedRun
-from support.run_states import trained_again
 
 from forge import cli
 from forge.checkpoint.manifest import MANIFEST
 from forge.cluster import slurm
 from forge.cluster.sbatch import Request
-from forge.core import events
 from forge.core.config import Config, apply_overrides, checked
 from forge.core.files import write_json
 from forge.core.paths import RunPaths
 from forge.core.records import RunSettings, SubmittedJob
-from forge.core.service_settings import Certify, Evaluate
+from forge.core.service_settings import Evaluate
 from forge.run import during_training
-from forge.run.during_training import checkpoint_jobs, kinds, sbatch_line
+from forge.run.during_training import EvaluationJobs, checkpoint_jobs
 
 OPTIONS = ["--partition=gpu", "--gres=gpu:1", "--time=60"]
 EVERY = Evaluate(tasks=["words", "more words"], include_path="my tasks", every=10)
@@ -32,9 +28,8 @@ REQUEST = Request(
     extra="--exclude=n9 --nice",
     options=(*OPTIONS, "--exclude=n9", "--nice"),
 )
-JOBS = {rule: REQUEST.to_json() for rule in ("evaluate_run", "reproduce_run")}
+JOBS = {"evaluate_run": REQUEST.to_json()}
 SETTINGS = RunSettings(evaluate=EVERY, jobs=JOBS)
-CERTIFIED = RunSettings(certify=Certify(every=10), jobs=JOBS)
 
 
 @pytest.fixture
@@ -159,8 +154,9 @@ def test_job_has_the_resources_of_the_profile_and_nothing_of_the_rule_that_train
     monkeypatch.setenv("OMP_NUM_THREADS", "99")
     monkeypatch.setenv("FORGE_USER_OMP_NUM_THREADS", "")
     folder = paths.checkpoints / "step-00000010"
-    [kind] = kinds(paths, SETTINGS, "my data")
-    line = sbatch_line(paths, kind, kind.request, folder)
+    jobs = EvaluationJobs.of(paths, SETTINGS, "my data")
+    assert jobs is not None
+    line = jobs.sbatch_line(folder)
     assert line[0] == "sbatch" and set(OPTIONS) < set(line)
     assert f"--chdir={Path.cwd()}" in line
     assert f"--output={paths.logs}/evaluate-step-00000010.txt" in line
@@ -173,122 +169,3 @@ def test_job_has_the_resources_of_the_profile_and_nothing_of_the_rule_that_train
     assert options.pop("data") == "my data"
     told = checked(Config, apply_overrides({}, options), "the job").evaluate
     assert told == EVERY.model_copy(update={"every": None})
-
-
-# --- certify.every ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def others(monkeypatch: pytest.MonkeyPatch) -> list[Request]:
-    """Requests for which Slurm was asked for other nodes than those that have trained: there are some."""
-    asked: list[Request] = []
-
-    def avoid(request: Request, trained: set[str]) -> list[str]:
-        asked.append(request)
-        return sorted(trained)
-
-    monkeypatch.setattr(during_training, "nodes_to_avoid", avoid)
-    return asked
-
-
-def launched(paths: RunPaths, *nodes: str) -> None:
-    launch = {"launch": "a", "world_size": 2, "launcher": "srun", "host": nodes[0], "step": 0}
-    paths.root.mkdir(parents=True, exist_ok=True)
-    events.record(paths.events, events.Launch(**launch, nodes=list(nodes)))
-
-
-def test_steps_up_to_each_kth_checkpoint_are_trained_again_on_other_nodes_in_one_job(
-    paths: RunPaths, submitted: list[list[str]], others: list[Request]
-) -> None:
-    launched(paths, "n1", "n2")
-    paths.bad_nodes.write_text("n7\n")
-    train(paths, 8, 10, settings=CERTIFIED)
-    train(paths, settings=CERTIFIED)
-    assert steps_of(submitted) == ["--job-name=certify-base-step-00000010"]
-    [line] = submitted
-    assert [word for word in line if "exclude" in word] == ["--exclude=n9,n7,n1,n2"]
-    assert {*OPTIONS, "--nice"} < set(line)
-    assert others[0].excluded == {"n9", "n7"}
-    assert f"--output={paths.logs}/certify-step-00000010.txt" in line
-    words = shlex.split(line[-1].removeprefix("--wrap=exec "))
-    folder = paths.checkpoints / "step-00000010"
-    assert words[words.index(sys.executable) :] == [
-        *(sys.executable, "-m", "forge", "reproduce", str(folder)),
-        *(f"--config={paths.config}", "--minutes=30"),
-    ]
-    kept = SubmittedJob.read(paths.certificates / "step-00000010.job.json")
-    assert kept.job == "101"
-
-
-def test_each_kind_of_job_has_its_own_record_and_a_failure_of_one_keeps_the_other(
-    paths: RunPaths,
-    submitted: list[list[str]],
-    others: list[Request],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    both = SETTINGS.model_copy(update={"certify": CERTIFIED.certify})
-    works = slurm.ask
-
-    def fails(*line: str, **options: float) -> str:
-        if "--job-name=evaluate-base-step-00000010" in line:
-            raise slurm.Refused("sbatch: error: Access denied")
-        return works(*line, **options)
-
-    monkeypatch.setattr(slurm, "ask", fails)
-    train(paths, 10, settings=both)
-    assert steps_of(submitted) == ["--job-name=certify-base-step-00000010"]
-    assert capsys.readouterr().err.count("warning: evaluate: no job was submitted") == 1
-    monkeypatch.setattr(slurm, "ask", works)
-    train(paths, settings=both)
-    assert steps_of(submitted)[1:] == ["--job-name=evaluate-base-step-00000010"]
-
-
-def test_checkpoints_of_before_pairs_were_kept_get_no_job(
-    paths: RunPaths, submitted: list[list[str]], others: list[Request]
-) -> None:
-    """Else certify.every, set for a run of weeks, would train all of it again at once."""
-    paths.root.mkdir(parents=True)
-    for step in (8, 10, 18, 20):
-        events.record(paths.events, happenings.save(step))
-    train(paths, 10, 18, 20, settings=CERTIFIED)
-    assert steps_of(submitted) == ["--job-name=certify-base-step-00000020"]
-
-
-def test_where_no_other_node_fits_the_job_may_run_on_those_that_train(
-    paths: RunPaths, submitted: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launched(paths, "n1", "n2")
-    monkeypatch.setattr(during_training, "nodes_to_avoid", lambda *_: [])
-    train(paths, 10, settings=CERTIFIED)
-    assert [word for word in submitted[0] if "exclude" in word] == ["--exclude=n9"]
-
-
-def test_checkpoint_that_was_certified_by_hand_gets_no_job(
-    paths: RunPaths, submitted: list[list[str]], others: list[Request]
-) -> None:
-    paths.certificates.mkdir(parents=True)
-    paths.certificate_at(10).touch()
-    train(paths, 10, settings=CERTIFIED)
-    assert submitted == []
-
-
-def test_what_came_out_is_said_once_and_a_fault_again_by_each_launch(
-    paths: RunPaths,
-    submitted: list[list[str]],
-    others: list[Request],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run = RecordedRun(paths.root)
-    with checkpoint_jobs(paths, CERTIFIED, "my data"):
-        commit(paths, 10)
-        trained_again(run)
-        trained_again(run, result="not reproduced", first=18, last=20)
-        trained_again(run, result="unchecked", first=None, last=30, why="it is gone")
-    said = capsys.readouterr().err
-    wrong = "certify: NOT reproduced: steps 19 to 20, trained on n1, again on n3\n"
-    assert said.count("certify: steps 9 to 10 reproduced, trained on n1, again on n3\n") == 1
-    assert said.count(wrong) == 1
-    assert said.count("certify: steps up to 30 could not be trained again: it is gone\n") == 1
-    train(paths, settings=CERTIFIED)
-    assert [line + "\n" for line in capsys.readouterr().err.splitlines()] == [wrong]
