@@ -41,7 +41,7 @@ from forge.core.files import (
     read_object_or_empty,
     write_json,
 )
-from forge.core.machine import Machine, Slurm
+from forge.core.machine import Slurm
 from forge.core.paths import (
     CONFIG,
     SHEET,
@@ -232,11 +232,6 @@ def set_resources(settings: Any, rule: str, values: Mapping[str, Any]) -> None:
     )
     # Snakemake keeps them as the first rule needed them, which in a module may be one of the user's own.
     vars(settings).pop("_parsed_overwrite_resources", None)
-
-
-def validation_extra(machine: Machine, settings: Any) -> dict[str, str]:
-    """As `sbatch.validation_extra`. settings: Snakemake's ResourceSettings."""
-    return sbatch.validation_extra(machine, of_profile("validate_run", settings))
 
 
 def reproduction_resources(allocation: Allocation, settings: Any) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from forge.cluster.jobs import (
     lasting_advice,
     slow_advice,
 )
-from forge.cluster.partitions import minutes
 from forge.core.paths import RunPaths
 from forge.core.process import user_name
 
@@ -92,7 +91,6 @@ class JobWatch:
         self._unlisted: dict[str, float] = {}  # job id -> time since which it is not listed
         self._quick: dict[str, int] = {}  # job id -> quick checks since its outputs are there
         self._passing: set[str] = set()
-        self._anew: set[str] = set()  # jobs that were requeued after a short time limit
         self._started: set[str] = set()  # jobs seen running, whose request Slurm then changes
         self._silent_since: float | None = None  # on the monotonic clock
 
@@ -262,8 +260,6 @@ class JobWatch:
             self._tell(job.id, job.reason, f"{_name(info.job, job.id)} {words}")
         else:
             self._messages.pop(job.id, None)
-        if job.state == "TIMEOUT" and self._begins_anew(info.job, job.id):
-            return True
         if job.state in PASSING and job.id not in self._passing:
             self._passing.add(job.id)
             return True
@@ -272,7 +268,7 @@ class JobWatch:
 
     def _restore_request(self, job: Any, queued: QueuedJob) -> None:
         """Let a requeued job ask again for what it was submitted with: Slurm leaves it the numbers of
-        nodes and tasks, and the short time limit, of its last start (22.05)."""
+        nodes and tasks of its last start (22.05)."""
         asked = sbatch.flexible_request(job.resources)
         if asked and not queued.is_waiting:
             self._started.add(queued.id)
@@ -281,33 +277,6 @@ class JobWatch:
             if refusal := slurm.update(queued.id, asked):
                 words = f"asks for what it had last ({refusal})"
                 self._tell(queued.id, "request", f"{_name(job, queued.id)} {words}")
-
-    def _begins_anew(self, job: Any, job_id: str) -> bool:
-        """Requeue a job, once, to which Slurm has given less than its time limit (--time-min): validation
-        saves nothing, and training was requeued before, if it could be."""
-        asked = sbatch.flexible_request(job.resources)
-        if "TimeLimit" not in asked or job_id in self._anew or self._cancelled:
-            return False
-        if self._left_outputs(job):
-            return False
-        ended = None
-        with contextlib.suppress(slurm.SlurmSilent):
-            ended = slurm.show_job(job_id)
-        if ended is None or minutes(ended.time_limit) >= float(str(asked["TimeLimit"])):
-            return False
-        if slurm.requeue_ended(job_id):
-            return False
-        self._anew.add(job_id)
-        self._started.discard(job_id)
-        refusal = slurm.update(job_id, {**asked, "TimeMin": 0})
-        whole = (
-            f"gets as little again ({refusal})"
-            if refusal
-            else "begins anew with its whole time limit"
-        )
-        words = f"was ended after {ended.time_limit}, which Slurm had for it, and {whole}"
-        self._tell(job_id, "anew", f"{_name(job, job_id)} {words}")
-        return True
 
     def _requeue(self, job: Any, queued: QueuedJob) -> None:
         """Requeue a job that has lost its first node: with --no-kill, Slurm (22.05) neither ends it nor

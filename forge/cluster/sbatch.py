@@ -13,13 +13,11 @@ from typing import Any
 
 from forge.cluster import slurm
 from forge.cluster.jobs import TRAIN_RULE
-from forge.core.errors import ConfigError
 from forge.core.machine import Machine
 
 # The job keeps the rest of its allocation when a node dies: a spare node replaces it, or the run shrinks.
 # Slurm then keeps the job even without its first node (`JobWatch`).
 NO_KILL = "--no-kill"
-TIME_MIN = "--time-min="
 CONTROLLER_RULE = "controller"  # of the request of `forge submit`, which is no rule
 
 
@@ -191,8 +189,6 @@ def slurm_extra(machine: Machine, nodes: int, ranks_per_node: int, bad_nodes: Se
     spare, fewest = machine.preflight.spare_nodes, machine.slurm.nodes_min
     if fewest and fewest < nodes:
         options.append(f"-N{fewest + spare}-{nodes + spare}")
-    if machine.slurm.time_min:
-        options.append(f"{TIME_MIN}{machine.slurm.time_min}")
     if machine.slurm.warn_sec:
         options.append(f"--signal=SIGUSR1@{machine.slurm.warn_sec}")
     if spare or (machine.slurm.shrink and nodes > 1):
@@ -210,33 +206,14 @@ def excluding(given: str, nodes: Iterable[str]) -> str:
     return shlex.join([f"{option}{excluded}", *others] if excluded else others)
 
 
-def validation_extra(machine: Machine, of_profile: Mapping[str, Any]) -> dict[str, str]:
-    """`slurm_extra` of validate_run with slurm.validate_time_min; {} without that. of_profile: resources
-    that the profile gives the rule. Raises ConfigError for a time that is not less than its limit."""
-    minutes, runtime = machine.slurm.validate_time_min, of_profile.get("runtime")
-    if not minutes:
-        return {}
-    if isinstance(runtime, int) and minutes >= runtime:
-        raise ConfigError(
-            f"slurm.validate_time_min is {minutes} minutes, and the time limit of validate_run {runtime}"
-            " (runtime in config.yaml of the profile)",
-            fix=f"set it to less than {runtime}, or to null",
-        )
-    given = of_profile.get("slurm_extra") or ""
-    return {"slurm_extra": f"{given} {TIME_MIN}{minutes}".strip()}
-
-
 def flexible_request(resources: Mapping[str, Any]) -> dict[str, object]:
-    """Arguments of `scontrol update` that ask for nodes and time as at the submission; {} for a job that
-    takes neither fewer nodes nor less time. resources: of Snakemake's job, with its `slurm_extra`."""
-    extra = str(resources.get("slurm_extra", ""))
-    asked: dict[str, object] = {}
-    if TIME_MIN in extra:
-        asked["TimeLimit"] = resources.get("runtime")
-    if match := re.search(r"-N(\d+)-\d+", extra):
-        tasks = int(match[1]) * _int(resources.get("tasks_per_node"))
-        asked |= {"NumNodes": match[0].removeprefix("-N"), "NumTasks": tasks}
-    return asked
+    """Arguments of `scontrol update` that ask for nodes as at the submission; {} for a job that takes no
+    fewer nodes. resources: of Snakemake's job, with its `slurm_extra`."""
+    match = re.search(r"-N(\d+)-\d+", str(resources.get("slurm_extra", "")))
+    if not match:
+        return {}
+    tasks = int(match[1]) * _int(resources.get("tasks_per_node"))
+    return {"NumNodes": match[0].removeprefix("-N"), "NumTasks": tasks}
 
 
 def batch_line(

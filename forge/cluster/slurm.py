@@ -95,7 +95,6 @@ class Job:
     tasks: int = 1  # that the job was asked for, on all nodes
     gpus_per_node: int = 0
     excluded: tuple[str, ...] = ()  # nodes that it must not get
-    time_limit: str = ""  # as Slurm writes it, such as 1-00:30:00
     array: str = ""  # id of the array that it is a task of
     exclusive: bool = False  # whether its nodes take no other job
     suspended: str = ""  # when it was last suspended, or resumed
@@ -242,7 +241,6 @@ def parse_job(text: str) -> Job:
         tasks=int(field("NumTasks", "1")),
         gpus_per_node=_num_gpus(field("TresPerNode")),
         excluded=tuple(expand(field("ExcNodeList"))) if field("ExcNodeList") else (),
-        time_limit=field("TimeLimit"),
         array=field("ArrayJobId"),
         exclusive=field("OverSubscribe") == "NO",
         suspended=field("SuspendTime"),
@@ -642,18 +640,13 @@ def requeue(job_id: str, restarts: int) -> str:
     return refusal
 
 
-def requeue_ended(job_id: str) -> str:
-    """Requeue a job that Slurm has ended, as long as Slurm knows it; "" or why Slurm refused."""
-    return _refusal("scontrol", "requeue", job_id)
-
-
 def exclude(job_id: str, names: Sequence[str]) -> str:
     """Set the nodes that a pending job must not get; "" or why Slurm refused."""
     return update(job_id, {"ExcNodeList": ",".join(names)})
 
 
 def update(job_id: str, values: Mapping[str, object]) -> str:
-    """Change a pending job, whose user may also raise its limits; "" or why Slurm refused."""
+    """Change a pending job; "" or why Slurm refused."""
     words = (f"{key}={value}" for key, value in values.items())
     return _refusal("scontrol", "update", f"JobId={job_id}", *words)
 

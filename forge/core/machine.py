@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from forge.core.config import Section, apply_overrides, checked, read_values
-from forge.core.section import FilePath, LiteralPath
+from forge.core.section import FilePath, LiteralPath, Retired
 
 # 11 days. poll(2) counts milliseconds in 32 bits.
 MAX_SEC = 10**6
@@ -260,6 +260,17 @@ class ControllerSettings(Section):
 class Slurm(Section):
     """Options of the Slurm job, and its requeues."""
 
+    RETIRED: ClassVar = {
+        "time_min": Retired(
+            None,
+            "set a shorter `runtime` of train_run in the profile: a run that reaches its time limit saves"
+            " and is requeued",
+        ),
+        "validate_time_min": Retired(
+            None, "set a shorter `runtime` of validate_run in set-resources of the profile"
+        ),
+    }
+
     warn_sec: int = Field(120, ge=0, le=65535)
     """Slurm sends SIGUSR1 this many seconds before the time limit (up to 30 s later than that); the ranks
     then commit a checkpoint and exit."""
@@ -281,13 +292,6 @@ class Slurm(Section):
     """A run that loses a node, and has no spare one, resumes inside its allocation on the nodes that are
     left: as many as share the batch evenly, and nodes_min at least (null: 1). Else it is requeued. A
     requeue asks for all nodes again."""
-    time_min: int | None = Field(None, ge=1)
-    """Start in a gap of the queue that is shorter than the time limit of the job, but has so many minutes
-    (--time-min of sbatch, with the backfill scheduler, which may give no more than these); training saves
-    before their end and is requeued. null: the time limit."""
-    validate_time_min: int | None = Field(None, ge=1)
-    """The same for the job that validates. Where Slurm ends it after so many minutes, it begins anew with
-    its whole time limit."""
     max_gpu_hours: float | None = Field(None, gt=0)
     """Nothing is submitted where the runs that one command would train need more GPU-hours than this in
     sum; null: no limit. A run counts with the GPUs of all its nodes, spare ones too, times the time from
@@ -297,15 +301,6 @@ class Slurm(Section):
     options: str = ""
     """Further options for sbatch, as on its command line, such as `--mail-type=FAIL`."""
     controller: ControllerSettings = ControllerSettings()
-
-    @model_validator(mode="after")
-    def _has_time_before_the_warning(self) -> Self:
-        if self.time_min and self.time_min * 60 <= self.warn_sec:
-            raise ValueError(
-                f"time_min is {self.time_min} minutes, and warn_sec {self.warn_sec} s: training would be"
-                " asked to stop at once. Set time_min to half an hour or more"
-            )
-        return self
 
 
 class Notify(Section):

@@ -1,5 +1,4 @@
-"""Runs that do not wait for all nodes, or for all their time: they start with what Slurm has, and resume
-with what is left."""
+"""Runs that do not wait for all nodes: they start with what Slurm has, and resume with what is left."""
 
 from __future__ import annotations
 
@@ -9,7 +8,6 @@ import pytest
 
 from forge.core.files import read_json
 from tools.slurm_cluster.cluster import Cluster
-from tools.slurm_cluster.machines import wait_until
 
 from .job_run import MOST_LOST, PAUSE, PAUSES, JobRun, Uninterrupted, lose, paused
 from .project import Project
@@ -101,35 +99,3 @@ def test_job_that_slurm_keeps_without_its_first_node_is_requeued_by_the_waiting_
     assert (last["job"], last["restart"]) == (launch["job"], 1)
     assert second in last["nodes"]
     uninterrupted.equals(run)
-
-
-@pytest.mark.weekly
-def test_run_starts_in_a_gap_of_the_queue_and_asks_for_its_whole_time_limit_again(
-    new_project: NewProject, cluster: Cluster, nodes: Nodes
-) -> None:
-    first, second = nodes(2)
-    # What is in the way of a job of 30 minutes: one that needs both nodes, when the first one has ended.
-    running = cluster.submit(
-        "--exclusive", f"--nodelist={first}", "--time=8", "--output=/dev/null", "--wrap=sleep 600"
-    )
-    cluster.wait_for_state(running, "RUNNING")
-    project = new_project(
-        on=2, train_run={"nodes": 1}, machine={"slurm": {"time_min": 2, "warn_sec": 30}}
-    )
-    waiting = cluster.submit(
-        *("--nodes=2", "--exclusive", f"--nodelist={first},{second}", "--time=20"),
-        *("--output=/dev/null", "--wrap=sleep 600"),
-    )
-    command = project.start(env=paused())
-    run = project.run()
-    run.wait_for_pause()
-    job = run.events("launch")[0]["job"]
-    assert cluster.job(waiting)["JobState"] == "PENDING"
-    assert cluster.job(job)["TimeLimit"] in {f"00:{minutes:02}:00" for minutes in range(2, 9)}
-    cluster.run("scancel", waiting, running)
-    cluster.run("scontrol", "requeue", job)
-    run.end_pause_when_told_to_stop()
-    wait_until(
-        lambda: cluster.job(job)["TimeLimit"] == "00:30:00", 60, "the whole limit", project.said
-    )
-    assert project.end(command) == 0, project.said()

@@ -318,17 +318,6 @@ def test_memory_of_validation_is_that_of_the_model_or_of_the_profile(submitted, 
     assert memory_of_validation(submitted, shared_project, *more) == 50_000
 
 
-def test_validation_may_start_in_a_short_gap_of_the_queue(submitted, shared_project):
-    shared_project.write_config()
-    assert not [w for w in submitted("slurm-cpu", *trained(shared_project)) if "time-min" in w]
-    path = shared_project.root / "profiles/slurm-cpu/machine.yaml"
-    before = path.read_text()
-    path.write_text(before + "slurm:\n  validate_time_min: 10\n")
-    line = submitted("slurm-cpu", *trained(shared_project))
-    path.write_text(before)
-    assert "--time-min=10" in line
-
-
 def test_example_of_kempner_gives_validation_a_gpu(submitted, shared_project):
     shared_project.write_config()
     path = shared_project.root / "profiles/kempner/config.yaml"

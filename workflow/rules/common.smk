@@ -48,9 +48,6 @@ try:
     helpers.set_resources(
         workflow.resource_settings, jobs.TRAIN_RULE, ALLOCATION.of_profile
     )
-    VALIDATION = helpers.validation_extra(
-        ALLOCATION.machine, workflow.resource_settings
-    )
     REPRODUCTION = helpers.reproduction_resources(
         ALLOCATION, workflow.resource_settings
     )

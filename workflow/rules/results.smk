@@ -22,7 +22,6 @@ rule validate_run:
     conda:
         "../envs/forge.yaml"
     resources:
-        **VALIDATION,
         # On one node. set-resources of the profile wins.
         mem_mb=validation_mem_mb,
     params:

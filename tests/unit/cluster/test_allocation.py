@@ -15,7 +15,7 @@ from forge.cluster.allocation import (
     held_allocation,
     run_layouts,
 )
-from forge.cluster.sbatch import slurm_extra, validation_extra
+from forge.cluster.sbatch import slurm_extra
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
@@ -107,23 +107,13 @@ def test_no_nodes_to_leave_out_means_no_exclude():
     assert options == "--ntasks-per-node=1 --open-mode=append"
 
 
-def test_fewer_nodes_and_less_time_are_asked_of_slurm_with_the_tasks_of_the_fewest_nodes():
-    keys = {"launcher": "srun", "slurm.nodes_min": 1, "slurm.time_min": 30}
-    machine = load_machine(None, {**keys, "preflight.spare_nodes": 1})
-    assert "-N2-3 --time-min=30" in slurm_extra(machine, 2, 3, [])
+def test_fewer_nodes_are_asked_of_slurm_with_the_tasks_of_the_fewest_nodes():
+    keys = {"launcher": "srun", "slurm.nodes_min": 1, "preflight.spare_nodes": 1}
+    machine = load_machine(None, keys)
+    assert "-N2-3" in slurm_extra(machine, 2, 3, []).split()
     assert allocation_resources(CPUS, machine)["tasks"] == 6
     assert allocation_resources(CPUS, machine)["nodes"] == 3
     assert "-N" not in slurm_extra(machine, 1, 3, [])
-
-
-def test_validation_asks_for_less_time_beside_what_the_profile_says():
-    machine = load_machine(None, {"slurm.validate_time_min": 10})
-    asked = {"runtime": 60, "slurm_extra": "--exclude=n1"}
-    assert validation_extra(load_machine(None), asked) == {}
-    assert validation_extra(machine, asked) == {"slurm_extra": "--exclude=n1 --time-min=10"}
-    assert validation_extra(machine, {}) == {"slurm_extra": "--time-min=10"}
-    with pytest.raises(ConfigError, match="is 10 minutes, and the time limit of validate_run 10"):
-        validation_extra(machine, {"runtime": 10})
 
 
 @pytest.mark.parametrize(

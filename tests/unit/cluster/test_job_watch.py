@@ -66,7 +66,7 @@ class Job:
         self.rule = SimpleNamespace(name="validate_run")
         self.rules = [self.rule.name]
         self.wildcards_dict = {"run": "base"}
-        self.resources = {"runtime": 60}
+        self.resources = {}
 
     def is_group(self):
         return False
@@ -163,51 +163,21 @@ def check(watch, *infos):
     return asyncio.run(kept())
 
 
-def test_requeued_job_asks_again_for_the_nodes_and_the_time_that_it_was_submitted_with(
+def test_requeued_job_asks_again_for_the_nodes_that_it_was_submitted_with(
     command, watch, info, tmp_path
 ):
     asked = tmp_path / "asked"
     command("scontrol", f"echo $* >> {asked}")
-    for state in ("RUNNING", "PENDING"):  # without --time-min nothing is changed
+    for state in ("RUNNING", "PENDING"):  # with one number of nodes nothing is changed
         lists(command, state)
         check(watch, info)
     assert not asked.exists()
-    info.job.resources |= {"slurm_extra": "--time-min=5 -N2-4", "tasks_per_node": 3}
+    info.job.resources |= {"slurm_extra": "-N2-4", "tasks_per_node": 3}
     for state in ("PENDING", "RUNNING", "PENDING", "PENDING", "RUNNING", "PENDING"):
         lists(command, state)
         check(watch, info)
-    line = "update JobId=17 TimeLimit=60 NumNodes=2-4 NumTasks=6\n"
+    line = "update JobId=17 NumNodes=2-4 NumTasks=6\n"
     assert asked.read_text() == line * 2
-
-
-@pytest.mark.parametrize(
-    ("options", "limit", "again"),
-    [
-        ("--time-min=5", "00:05:00", True),
-        ("--time-min=5", "01:00:00", False),
-        ("", "00:05:00", False),
-    ],
-)
-def test_job_that_ends_in_a_gap_of_the_queue_begins_anew_once_with_its_whole_time_limit(  # noqa: PLR0917
-    command, watch, info, options, limit, again
-):
-    asked = Path(info.job.output[0]).with_name("asked")
-    shown = f"JobId=17 JobState=TIMEOUT TimeLimit={limit}"
-    command("scontrol", f"if [ $1 = show ]; then echo {shown}; else echo $* >> {asked}; fi")
-    info.job.resources |= {"slurm_extra": options}
-    lists(command, "TIMEOUT")
-    assert check(watch, info) == [info] * again
-    if again:
-        assert asked.read_text() == "requeue 17\nupdate JobId=17 TimeLimit=60 TimeMin=0\n"
-        words = (
-            "was ended after 00:05:00, which Slurm had for it, and begins anew with its whole time"
-        )
-        assert watch._executor.said == [
-            f"job 17 (rule validate_run, run base) {words} limit",
-        ]
-        assert check(watch, info) == []
-        assert asked.read_text().count("requeue") == 1
-    assert watch._executor.failure == [info.job]
 
 
 @pytest.mark.parametrize(
@@ -366,9 +336,6 @@ def test_job_that_slurm_may_send_back_counts_when_it_is_seen_twice(command, watc
 
 @pytest.mark.parametrize("state", ["PREEMPTED", "TIMEOUT", "CANCELLED", "OUT_OF_MEMORY"])
 def test_job_that_slurm_ends_after_it_has_done_everything_is_a_success(command, watch, info, state):
-    """Also a short one (--time-min), which would be requeued with its whole time limit."""
-    command("scontrol", "echo JobId=17 JobState=TIMEOUT TimeLimit=00:05:00")
-    info.job.resources |= {"slurm_extra": "--time-min=5"}
     info.job.output[0].write_text("{}")
     lists(command, state)
     while check(watch, info):

@@ -116,6 +116,21 @@ def test_overrides_win_over_the_file_and_leave_its_other_keys(tmp_path):
     assert (config.train.lr, config.train.seed) == (0.25, 7)
 
 
+@pytest.mark.parametrize(
+    ("key", "rule"), [("time_min", "train_run"), ("validate_time_min", "validate_run")]
+)
+def test_least_time_of_a_job_is_read_as_null_and_else_refused_with_what_replaces_it(
+    tmp_path, key, rule
+):
+    file = tmp_path / "machine.yaml"
+    file.write_text(f"slurm: {{warn_sec: 60, {key}: null}}\n")
+    assert load_machine(file) == load_machine(None, {"slurm.warn_sec": 60})
+    file.write_text(f"slurm: {{{key}: 30}}\n")
+    said = f"slurm: {key} is 30, and this key was removed: set a shorter `runtime` of {rule}"
+    with pytest.raises(ConfigError, match=said):
+        load_machine(file)
+
+
 def test_the_workflows_sample_sheet_is_named_in_its_file_and_nowhere_else(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("runs: sweep.tsv\ntrain: {seed: 7}\n")
