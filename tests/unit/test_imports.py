@@ -27,7 +27,7 @@ PACKAGES = (
 )
 
 # These start every part of Forge.
-START = {"cli", "workflow", "worker"}
+START = {"cli", "flow", "workflow", "worker"}
 
 TENSORS = {
     "trainer.divergence",

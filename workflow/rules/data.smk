@@ -10,15 +10,15 @@ localrules:
 
 rule tokenizer:
     input:
-        inputs=corpus_of_tokenizer,
+        inputs=FORGE.corpus_of_tokenizer,
     output:
-        f"{DATA}/tokenizers/{{tokenizer}}/manifest.json",
+        f"{FORGE.data}/tokenizers/{{tokenizer}}/manifest.json",
     log:
-        f"{DATA}/logs/tokenizer-{{tokenizer}}.log",
+        f"{FORGE.data}/logs/tokenizer-{{tokenizer}}.log",
     conda:
         "../envs/forge.yaml"
     params:
-        config=f"{DATA}/tokenizers/{{tokenizer}}/config.json",
+        config=f"{FORGE.data}/tokenizers/{{tokenizer}}/config.json",
     shell:
         "exec forge tokenizer {params.config:q} --log={log:q}"
 
@@ -26,18 +26,18 @@ rule tokenizer:
 # A corpus, or one of tokenize.sources.
 rule tokenize:
     input:
-        tokenizer=lambda w: tokenizer_manifest(TOKENS[w.tokens]),
-        inputs=lambda w: corpus_of(TOKENS[w.tokens]),
+        tokenizer=lambda w: FORGE.tokenizer_manifest(FORGE.tokens[w.tokens]),
+        inputs=lambda w: FORGE.corpus_of(FORGE.tokens[w.tokens]),
     output:
-        f"{DATA}/tokens/{{tokens}}/manifest.json",
+        f"{FORGE.data}/tokens/{{tokens}}/manifest.json",
     log:
-        f"{DATA}/logs/tokenize-{{tokens}}.log",
+        f"{FORGE.data}/logs/tokenize-{{tokens}}.log",
     wildcard_constraints:
-        tokens=one_of(TOKENS),
+        tokens=FORGE.one_of(FORGE.tokens),
     conda:
         "../envs/forge.yaml"
     params:
-        config=f"{DATA}/tokens/{{tokens}}/config.json",
+        config=f"{FORGE.data}/tokens/{{tokens}}/config.json",
     shell:
         "exec forge tokenize {params.config:q} --workers={threads} --log={log:q}"
 
@@ -45,17 +45,17 @@ rule tokenize:
 # The list of the tokens of a run's sources.
 rule sources:
     input:
-        lambda w: source_manifests(SOURCES[w.tokens]),
+        lambda w: FORGE.source_manifests(FORGE.sources[w.tokens]),
     output:
-        f"{DATA}/tokens/{{tokens}}/manifest.json",
+        f"{FORGE.data}/tokens/{{tokens}}/manifest.json",
     log:
-        f"{DATA}/logs/sources-{{tokens}}.log",
+        f"{FORGE.data}/logs/sources-{{tokens}}.log",
     wildcard_constraints:
-        tokens=one_of(SOURCES),
+        tokens=FORGE.one_of(FORGE.sources),
     conda:
         "../envs/forge.yaml"
     params:
-        config=f"{DATA}/tokens/{{tokens}}/config.json",
+        config=f"{FORGE.data}/tokens/{{tokens}}/config.json",
     shell:
         "exec forge sources {params.config:q} --log={log:q}"
 
@@ -63,13 +63,13 @@ rule sources:
 # The weights that runs start from stay where they are: this checks them, and makes their digests.
 rule model:
     output:
-        f"{DATA}/models/{{model}}/manifest.json",
+        f"{FORGE.data}/models/{{model}}/manifest.json",
     log:
-        f"{DATA}/logs/model-{{model}}.log",
+        f"{FORGE.data}/logs/model-{{model}}.log",
     conda:
         "../envs/forge.yaml"
     params:
-        config=f"{DATA}/models/{{model}}/config.json",
+        config=f"{FORGE.data}/models/{{model}}/config.json",
     shell:
         "exec forge model {params.config:q} --log={log:q}"
 
@@ -77,12 +77,12 @@ rule model:
 # The input files of another training program, which stay where they are; or the files of a corpus on a hub.
 rule inputs:
     output:
-        f"{DATA}/inputs/{{inputs}}/manifest.json",
+        f"{FORGE.data}/inputs/{{inputs}}/manifest.json",
     log:
-        f"{DATA}/logs/inputs-{{inputs}}.log",
+        f"{FORGE.data}/logs/inputs-{{inputs}}.log",
     conda:
         "../envs/forge.yaml"
     params:
-        config=f"{DATA}/inputs/{{inputs}}/config.json",
+        config=f"{FORGE.data}/inputs/{{inputs}}/config.json",
     shell:
         "exec forge inputs {params.config:q} --log={log:q}"

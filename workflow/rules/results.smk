@@ -7,26 +7,26 @@ localrules:
 
 rule validate_run:
     input:
-        config=f"{RESULTS}/{{run}}/config.json",
-        trained=f"{RESULTS}/{{run}}/trained.json",
-        settings=settings_of("validate_run"),
+        config=f"{FORGE.results}/{{run}}/config.json",
+        trained=f"{FORGE.results}/{{run}}/trained.json",
+        settings=FORGE.settings_of("validate_run"),
     output:
         report(
-            f"{RESULTS}/{{run}}/validated.json",
+            f"{FORGE.results}/{{run}}/validated.json",
             caption="../report/validated.rst",
             category="{run}",
             labels={"result": "record of the validation"},
         ),
     log:
-        f"{RESULTS}/{{run}}/logs/validate.log",
+        f"{FORGE.results}/{{run}}/logs/validate.log",
     conda:
         "../envs/forge.yaml"
     resources:
         # On one node. set-resources of the profile wins.
-        mem_mb=validation_mem_mb,
+        mem_mb=FORGE.validation_mem_mb,
     params:
         # The config as it was when the workflow started, not the one beside the results.
-        config=settings_of("config_run"),
+        config=FORGE.settings_of("config_run"),
     shell:
         "exec forge validate {params.config:q} --settings={input.settings:q} --log={log:q}"
 
@@ -34,16 +34,16 @@ rule validate_run:
 # Not part of `train`: a directory that other software loads, by the target `export`.
 rule export_run:
     input:
-        f"{RESULTS}/{{run}}/validated.json",
+        f"{FORGE.results}/{{run}}/validated.json",
     output:
-        f"{RESULTS}/{{run}}/exported.json",
+        f"{FORGE.results}/{{run}}/exported.json",
     log:
-        f"{RESULTS}/{{run}}/logs/export.log",
+        f"{FORGE.results}/{{run}}/logs/export.log",
     conda:
         "../envs/forge.yaml"
     params:
-        config=settings_of("config_run"),
-        run=lambda w: f"{RESULTS}/{w.run}",
+        config=FORGE.settings_of("config_run"),
+        run=lambda w: f"{FORGE.results}/{w.run}",
     shell:
         "exec forge export {params.run:q} --config={params.config:q} --log={log:q}"
 
@@ -52,25 +52,25 @@ rule export_run:
 # also a negative one, is beside the export, and no output.
 rule reproduce_run:
     input:
-        f"{RESULTS}/{{run}}/exported.json",
+        f"{FORGE.results}/{{run}}/exported.json",
     output:
-        f"{RESULTS}/{{run}}/reproduced.json",
+        f"{FORGE.results}/{{run}}/reproduced.json",
     log:
-        f"{RESULTS}/{{run}}/logs/reproduce.log",
+        f"{FORGE.results}/{{run}}/logs/reproduce.log",
     conda:
         "../envs/forge.yaml"
-    threads: training_ranks
+    threads: FORGE.training_ranks
     resources:
         # Nodes like those that have trained, on which the last bits depend, and one that is none of these.
         # set-resources of the profile wins.
-        **REPRODUCTION,
-        mem_mb=reproduction_mem_mb,
-        slurm_extra=reproduction_extra,
+        **FORGE.reproduction,
+        mem_mb=FORGE.reproduction_mem_mb,
+        slurm_extra=FORGE.reproduction_extra,
     params:
-        config=settings_of("config_run"),
-        run=lambda w: f"{RESULTS}/{w.run}",
+        config=FORGE.settings_of("config_run"),
+        run=lambda w: f"{FORGE.results}/{w.run}",
         # That of the user's config, as training runs it.
-        trust=lambda w: [] if RUNS[w.run].ids.tokens else ["--trust-program"],
+        trust=lambda w: [] if FORGE.runs[w.run].ids.tokens else ["--trust-program"],
     shell:
         "exec forge reproduce {params.run:q} --config={params.config:q} --log={log:q}"
         " {params.trust:q}"
@@ -82,17 +82,17 @@ rule reproduce_run:
 # Hugging Face's `datasets`.
 rule evaluate_data:
     input:
-        config=f"{RESULTS}/{{run}}/config.json",
-        settings=settings_of("evaluate_run"),
-        tasks=task_files_of,
+        config=f"{FORGE.results}/{{run}}/config.json",
+        settings=FORGE.settings_of("evaluate_run"),
+        tasks=FORGE.task_files_of,
     output:
-        f"{RESULTS}/{{run}}/evaluations/data.json",
+        f"{FORGE.results}/{{run}}/evaluations/data.json",
     log:
-        f"{RESULTS}/{{run}}/logs/evaluate_data.log",
+        f"{FORGE.results}/{{run}}/logs/evaluate_data.log",
     conda:
         "../envs/forge.yaml"
     params:
-        config=settings_of("config_run"),
+        config=FORGE.settings_of("config_run"),
     shell:
         "exec forge evaluate {params.config:q} --settings={input.settings:q} --download --log={log:q}"
 
@@ -100,62 +100,67 @@ rule evaluate_data:
 # Not part of `train`: the last checkpoint, and what jobs during training have not evaluated.
 rule evaluate_run:
     input:
-        config=f"{RESULTS}/{{run}}/config.json",
-        trained=f"{RESULTS}/{{run}}/trained.json",
-        data=f"{RESULTS}/{{run}}/evaluations/data.json",
-        settings=settings_of("evaluate_run"),
-        tasks=task_files_of,
+        config=f"{FORGE.results}/{{run}}/config.json",
+        trained=f"{FORGE.results}/{{run}}/trained.json",
+        data=f"{FORGE.results}/{{run}}/evaluations/data.json",
+        settings=FORGE.settings_of("evaluate_run"),
+        tasks=FORGE.task_files_of,
     output:
-        f"{RESULTS}/{{run}}/evaluation.json",
+        f"{FORGE.results}/{{run}}/evaluation.json",
     log:
-        f"{RESULTS}/{{run}}/logs/evaluate.log",
+        f"{FORGE.results}/{{run}}/logs/evaluate.log",
     conda:
         "../envs/forge.yaml"
     resources:
         # As much as validation needs. set-resources of the profile wins.
-        mem_mb=validation_mem_mb,
+        mem_mb=FORGE.validation_mem_mb,
     params:
-        config=settings_of("config_run"),
+        config=FORGE.settings_of("config_run"),
     shell:
         "exec forge evaluate {params.config:q} --settings={input.settings:q} --log={log:q}"
 
 
 rule compare_runs:
     input:
-        files_of([run for run in RUNS if run not in FAILED], "validated.json"),
-        files_of([run for run in EVALUATED if run not in FAILED], "evaluation.json"),
-        SETTINGS["compare_runs"][COMPARISON],
+        FORGE.files_of(
+            [run for run in FORGE.runs if run not in FORGE.failed], "validated.json"
+        ),
+        FORGE.files_of(
+            [run for run in FORGE.evaluated if run not in FORGE.failed],
+            "evaluation.json",
+        ),
+        FORGE.settings["compare_runs"][FORGE.comparison],
     output:
         report(
-            COMPARISON,
+            FORGE.comparison,
             caption="../report/compare.rst",
             category="comparison",
             labels={"result": "comparison of the runs"},
         ),
     log:
-        f"{RESULTS}/compare.log",
+        f"{FORGE.results}/compare.log",
     conda:
         "../envs/forge.yaml"
     params:
-        runs=[f"{RESULTS}/{run}" for run in RUNS],
+        runs=[f"{FORGE.results}/{run}" for run in FORGE.runs],
     shell:
         "exec forge compare {params.runs:q} --html={output:q} --log={log:q}"
 
 
 rule report_run:
     input:
-        config=f"{RESULTS}/{{run}}/config.json",
-        trained=f"{RESULTS}/{{run}}/trained.json",
-        validated=f"{RESULTS}/{{run}}/validated.json",
+        config=f"{FORGE.results}/{{run}}/config.json",
+        trained=f"{FORGE.results}/{{run}}/trained.json",
+        validated=f"{FORGE.results}/{{run}}/validated.json",
     output:
         report(
-            f"{RESULTS}/{{run}}/report.html",
+            f"{FORGE.results}/{{run}}/report.html",
             caption="../report/report.rst",
             category="{run}",
             labels={"result": "report"},
         ),
     log:
-        f"{RESULTS}/{{run}}/logs/report.log",
+        f"{FORGE.results}/{{run}}/logs/report.log",
     conda:
         "../envs/forge.yaml"
     shell:

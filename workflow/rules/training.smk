@@ -11,13 +11,13 @@ localrules:
 rule known_failure_run:
     output:
         # Never made.
-        f"{RESULTS}/{{run}}/.allocation/none",
+        f"{FORGE.results}/{{run}}/.allocation/none",
     log:
-        f"{RESULTS}/{{run}}/logs/known_failure.log",
+        f"{FORGE.results}/{{run}}/logs/known_failure.log",
     conda:
         "../envs/forge.yaml"
     params:
-        message=lambda w: FAILED[w.run],
+        message=lambda w: FORGE.failed[w.run],
     shell:
         "echo {params.message:q} | tee {log:q} >&2; exit 70"
 
@@ -26,11 +26,11 @@ rule config_run:
     input:
         # When what training depends on changes, the run trains on. The sections of later rules are inputs
         # of those.
-        settings_of("config_run"),
+        FORGE.settings_of("config_run"),
     output:
-        f"{RESULTS}/{{run}}/config.json",
+        f"{FORGE.results}/{{run}}/config.json",
     log:
-        f"{RESULTS}/{{run}}/logs/config.log",
+        f"{FORGE.results}/{{run}}/logs/config.log",
     conda:
         "../envs/forge.yaml"
     shell:
@@ -44,29 +44,29 @@ rule config_run:
 # params, up to the target's, would be found by the next command only.)
 rule parent_run:
     input:
-        lambda w: files_of([WAITING[w.run]], "trained.json"),
+        lambda w: FORGE.files_of([FORGE.waiting[w.run]], "trained.json"),
     output:
-        touch(f"{RESULTS}/{{run}}/.parent_trained"),
+        touch(f"{FORGE.results}/{{run}}/.parent_trained"),
     wildcard_constraints:
-        run=one_of(WAITING),
+        run=FORGE.one_of(FORGE.waiting),
 
 
 rule stage_run:
     input:
-        parent=parent_of,
-        config=f"{RESULTS}/{{run}}/config.json",
-        data=lambda w: staged_data(RUNS[w.run]),
+        parent=FORGE.parent_of,
+        config=f"{FORGE.results}/{{run}}/config.json",
+        data=lambda w: FORGE.staged_data(FORGE.runs[w.run]),
     output:
-        temp(f"{RESULTS}/{{run}}/.allocation/stage.json"),
+        temp(f"{FORGE.results}/{{run}}/.allocation/stage.json"),
     log:
-        f"{RESULTS}/{{run}}/logs/stage.log",
+        f"{FORGE.results}/{{run}}/logs/stage.log",
     group:
-        allocation_of
+        FORGE.allocation_of
     conda:
         "../envs/forge.yaml"
     resources:
-        **ALLOCATION.whole,
-        slurm_extra=allocation_extra,
+        **FORGE.allocation.whole,
+        slurm_extra=FORGE.allocation_extra,
     shell:
         "exec forge stage {input.config:q} --machine={resources.machine:q} --log={log:q}"
         " --nodes={resources.train_nodes:q} --ranks-per-node={resources.tasks_per_node:q}"
@@ -74,19 +74,19 @@ rule stage_run:
 
 rule preflight_run:
     input:
-        config=f"{RESULTS}/{{run}}/config.json",
-        stage=f"{RESULTS}/{{run}}/.allocation/stage.json",
+        config=f"{FORGE.results}/{{run}}/config.json",
+        stage=f"{FORGE.results}/{{run}}/.allocation/stage.json",
     output:
-        temp(f"{RESULTS}/{{run}}/.allocation/preflight.json"),
+        temp(f"{FORGE.results}/{{run}}/.allocation/preflight.json"),
     log:
-        f"{RESULTS}/{{run}}/logs/preflight.log",
+        f"{FORGE.results}/{{run}}/logs/preflight.log",
     group:
-        allocation_of
+        FORGE.allocation_of
     conda:
         "../envs/forge.yaml"
     resources:
-        **ALLOCATION.whole,
-        slurm_extra=allocation_extra,
+        **FORGE.allocation.whole,
+        slurm_extra=FORGE.allocation_extra,
     shell:
         "exec forge preflight {input.config:q} --machine={resources.machine:q} --log={log:q}"
         " --nodes={resources.train_nodes:q} --ranks-per-node={resources.tasks_per_node:q}"
@@ -94,24 +94,24 @@ rule preflight_run:
 
 rule train_run:
     input:
-        config=f"{RESULTS}/{{run}}/config.json",
-        data=lambda w: data_of(RUNS[w.run]),
-        stage=f"{RESULTS}/{{run}}/.allocation/stage.json",
-        preflight=f"{RESULTS}/{{run}}/.allocation/preflight.json",
+        config=f"{FORGE.results}/{{run}}/config.json",
+        data=lambda w: FORGE.data_of(FORGE.runs[w.run]),
+        stage=f"{FORGE.results}/{{run}}/.allocation/stage.json",
+        preflight=f"{FORGE.results}/{{run}}/.allocation/preflight.json",
     output:
-        f"{RESULTS}/{{run}}/trained.json",
+        f"{FORGE.results}/{{run}}/trained.json",
     log:
-        f"{RESULTS}/{{run}}/logs/train.log",
+        f"{FORGE.results}/{{run}}/logs/train.log",
     group:
-        allocation_of
+        FORGE.allocation_of
     conda:
         "../envs/forge.yaml"
     resources:
-        **ALLOCATION.own,
-        slurm_extra=allocation_extra,
+        **FORGE.allocation.own,
+        slurm_extra=FORGE.allocation_extra,
     params:
         # Trackers and evaluations, which may change without training again: always the same name.
-        settings=lambda w: helpers.settings_file(w.run),
+        settings=lambda w: FORGE.settings_file(w.run),
     shell:
         "exec forge train {input.config:q} --machine={resources.machine:q} --log={log:q}"
         " --settings={params.settings:q}"

@@ -1,0 +1,306 @@
+"""The one object that the Snakefile and its rule files use: runs of this command, and what each rule is
+given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from snakemake.logging import logger
+
+from forge import as_module, workflow
+from forge.checkpoint import family
+from forge.cluster import jobs
+from forge.cluster.allocation import Allocation, Profile
+from forge.core.config import RUN_NAME, ResolvedConfig
+from forge.core.errors import ForgeError
+from forge.core.paths import (
+    inputs_folder,
+    model_folder,
+    settings_file,
+    tokenizer_folder,
+    tokens_folder,
+)
+from forge.core.sample_sheet import shared_folders
+from forge.data.content_ids import single_corpora
+from forge.data.corpus import made_by_rules
+from forge.evaluation.tasks import task_files
+from forge.launch.rank import refuse_left_over
+from forge.reporting import workflow_output
+from forge.run import ended_allocation
+from forge.snakemake_private import refusal
+
+
+class Flow:
+    """The runs of one command of Snakemake, and functions for the keywords of rules.
+
+    snakemake: its Workflow. values: the global `config` of the Snakefile. An error of Snakemake, with the
+    message alone, for a config, sheet or profile that is refused.
+
+    runs: name -> config. results, data: the directories of all runs. comparison: the page that compares
+    them. settings: rule -> run -> file (`workflow.rule_settings`). waiting: runs that begin when another
+    one of the sheet has trained -> its name. failed: runs whose config has failed before -> the message:
+    no allocation is spent on them.
+    """
+
+    def __init__(self, snakemake: Any, values: dict[str, Any]) -> None:
+        self._snakemake = snakemake
+        self._is_main = bool(snakemake.is_main_process)
+        workflow.prepare_environment()
+        workflow_output.shorten(snakemake, logger)
+        try:
+            as_module.refuse_other_names(snakemake)
+            self._read(values)
+        except ForgeError as err:
+            raise refusal(str(err)) from None
+        if self._is_main and not as_module.is_read_again(snakemake):
+            workflow.end_with_table(snakemake, self.runs, self._check_dry_run)
+        self.waiting = family.waiting(self.runs)
+        self.failed = workflow.known_failures(self.runs) if self._is_main else {}
+        self._resumed: dict[str, int] = {}  # run -> step, filled when `resume` is the target
+        as_module.start_with(snakemake, self._before_plan, self._before_first_job)
+
+    def _read(self, values: dict[str, Any]) -> None:
+        # No `configfile:`, so that a value means the same here as in every `forge` command.
+        given = as_module.given_config(self._snakemake, values)
+        settings, main = self._snakemake.config_settings, self._is_main
+        self.runs = workflow.read_runs(settings, given, main=main)
+        resources = self._snakemake.resource_settings
+        overwrites = resources.overwrite_resources
+        self._profile = Profile.of_command(sys.argv[1:], overwrites) if main else Profile()
+        of_profile = overwrites.get(jobs.TRAIN_RULE, {})
+        self._layouts = workflow.read_layouts(settings, of_profile, given, main=main)
+        self.allocation = Allocation(of_profile, self.runs, self._layouts, self._profile)
+        workflow.set_resources(resources, jobs.TRAIN_RULE, self.allocation.of_profile)
+        self.reproduction = workflow.reproduction_resources(self.allocation, resources)
+        self.results, self.data = shared_folders(self.runs)
+        self.comparison = f"{self.results}/compare.html"
+        self.settings = workflow.rule_settings(self.runs, self.comparison, main=main)
+
+    @cached_property
+    def tokens(self) -> dict[str, ResolvedConfig]:
+        """Content id of tokens -> config that makes them."""
+        return workflow.tokenizing(self.runs)
+
+    @cached_property
+    def sources(self) -> dict[str, ResolvedConfig]:
+        """Content id of the list of a run's sources -> config of a run that has them."""
+        return workflow.listing_sources(self.runs)
+
+    @cached_property
+    def tokenizers(self) -> dict[str, ResolvedConfig]:
+        """Content id of a tokenizer -> config of a run that has it."""
+        return {run.ids.tokenizer: run for run in self.runs.values() if run.ids.tokenizer}
+
+    @cached_property
+    def evaluated(self) -> list[str]:
+        """Runs with tasks (evaluate.tasks)."""
+        return [name for name, run in self.runs.items() if run.evaluate.tasks]
+
+    @property
+    def evaluated_beside(self) -> list[str]:
+        """Runs of which checkpoints are evaluated while they train."""
+        return [name for name in self.evaluated if self.runs[name].evaluate.every]
+
+    # --- inputs and outputs of rules ---
+
+    @property
+    def wildcards(self) -> dict[str, str]:
+        """Pattern of each wildcard."""
+        ids = ("tokenizer", "tokens", "inputs", "model")
+        return {"run": RUN_NAME, **dict.fromkeys(ids, "[0-9a-f]{12}")}
+
+    def one_of(self, ids: Iterable[str]) -> str:
+        """Pattern of these ids: two rules make manifests in data/tokens."""
+        return "|".join(ids) or "none"
+
+    def settings_file(self, run: str) -> Path:
+        """Trackers and evaluations of a run, which may change without training it again."""
+        return settings_file(run)
+
+    def settings_of(self, rule: str) -> Any:
+        """Input of this rule: newer than its output where that was made with other settings."""
+        return lambda wildcards: self.settings[rule][wildcards.run]
+
+    def files_of(self, runs: Iterable[str], *names: str) -> list[str]:
+        """These files of each run; for a known failure the file that its rule never makes."""
+        return [
+            f"{self.results}/{run}/{name}"
+            for run in runs
+            for name in ([".allocation/none"] if run in self.failed else names)
+        ]
+
+    def tokenizer_manifest(self, run: ResolvedConfig) -> Path:
+        return tokenizer_folder(self.data, run.ids.tokenizer) / "manifest.json"
+
+    def tokens_manifest(self, run: ResolvedConfig) -> Path:
+        return tokens_folder(self.data, run.ids.tokens) / "manifest.json"
+
+    def source_manifests(self, run: ResolvedConfig) -> list[Path]:
+        ids = run.ids.sources.values()
+        return [tokens_folder(self.data, tokens) / "manifest.json" for tokens in ids]
+
+    def inputs_manifest(self, run: ResolvedConfig) -> list[Path]:
+        """Manifest of the inputs of a program, or of the corpus files of a hub; [] without any."""
+        ids = run.ids.inputs
+        return [inputs_folder(self.data, ids) / "manifest.json"] if ids else []
+
+    def corpus_of(self, run: ResolvedConfig) -> list[Path | str]:
+        """What is downloaded, or made by rules of the user's own, before a single corpus is read."""
+        return [*self.inputs_manifest(run), *made_by_rules(run.tokenize.inputs)]
+
+    def corpus_of_tokenizer(self, wildcards: Any) -> list[Path | str]:
+        """The same before a tokenizer is trained on it."""
+        run = self.tokenizers[wildcards.tokenizer]
+        corpora = single_corpora(run) if run.tokenizer.source == "train" else []
+        return [path for corpus in corpora for path in self.corpus_of(corpus)]
+
+    def data_of(self, run: ResolvedConfig) -> list[Path]:
+        """Manifests of what a run reads: pretrained weights, if any, tokenizer and tokens; or the inputs
+        of its program, if any."""
+        if not run.ids.tokens:
+            return self.inputs_manifest(run)
+        weights = run.ids.model
+        start = [model_folder(self.data, weights) / "manifest.json"] if weights else []
+        return [*start, self.tokenizer_manifest(run), self.tokens_manifest(run)]
+
+    def staged_data(self, run: ResolvedConfig) -> list[Path]:
+        """The manifest among these whose files are staged; weights and tokenizer are not staged."""
+        return self.data_of(run)[-1:]
+
+    def parent_of(self, wildcards: Any) -> list[Path]:
+        """The output of parent_run, also for a run that has begun, so that its inputs stay the same."""
+        made = Path(f"{self.results}/{wildcards.run}/.parent_trained")
+        return [made] if wildcards.run in self.waiting or made.exists() else []
+
+    def task_files_of(self, wildcards: Any) -> list[Path]:
+        """The user's own tasks and their data: a change evaluates again."""
+        return task_files(self.runs[wildcards.run].evaluate)
+
+    def evaluation_files(self, wildcards: Any) -> list[str]:
+        """What the target `evaluate` asks for."""
+        if not self.evaluated:
+            raise refusal(
+                f"nothing to evaluate: evaluate.tasks is [] for {', '.join(self.runs)}.\n"
+                "Set it in config/config.yaml, such as `evaluate: {tasks: [hellaswag]}`."
+            )
+        return self.files_of(self.evaluated, "evaluation.json")
+
+    def resumed_files(self, wildcards: Any) -> list[str]:
+        """What `train` asks for, of the runs that have a checkpoint."""
+        if not self._resumed:
+            self._resumed.update(workflow.resumable_steps(self.runs))
+            for name, step in self._resumed.items():
+                logger.info(f"resume {name}: step {step} of {self.runs[name].goal}")
+        if not self._resumed:
+            raise refusal(
+                f"nothing to resume: none of {', '.join(self.runs)} has"
+                f" {self.results}/RUN/checkpoints/latest.\nStart with the target `train`."
+            )
+        return self.files_of(self._resumed, "validated.json", "report.html")
+
+    # --- resources and groups of rules ---
+
+    def allocation_of(self, wildcards: Any) -> str:
+        """Each run is a job of its own: a group of two runs would fuse their allocations."""
+        return f"{jobs.ALLOCATION}-{wildcards.run}"
+
+    def allocation_extra(self, wildcards: Any) -> str:
+        return self.allocation.slurm_extra(wildcards.run)
+
+    def validation_mem_mb(self, wildcards: Any) -> int:
+        return self._model_mem_mb(wildcards.run)
+
+    def _model_mem_mb(self, run: str) -> int:
+        ranks = self.allocation.layout(run).world_size
+        defaults = self._snakemake.resource_settings.default_resources
+        return workflow.validation_mem_mb(self.runs[run], ranks, defaults)
+
+    def training_ranks(self, wildcards: Any) -> int:
+        """Of this run; a core for each is enough to train parts of it again."""
+        return self.allocation.layout(wildcards.run).world_size
+
+    def reproduction_mem_mb(self, wildcards: Any) -> int:
+        defaults = self._snakemake.resource_settings.default_resources
+        return workflow.reproduction_mem_mb(self.runs[wildcards.run], self.allocation, defaults)
+
+    def reproduction_extra(self, wildcards: Any, threads: int) -> str:
+        """Read again when the job is submitted: only then its run has trained, in the same command."""
+        return workflow.reproduction_extra(
+            self.runs[wildcards.run],
+            self.allocation,
+            self._snakemake.resource_settings,
+            threads=threads,
+            mem_mb=self.reproduction_mem_mb(wildcards),
+            submits=self._profile.submits,
+        )
+
+    # --- what is checked and written before jobs run ---
+
+    def _check_plan(self, submits: bool) -> str:
+        """A line with what the runs cost that will be trained; "" without any. submits: whether rules
+        become Slurm jobs. Raises ForgeError for a profile and a plan that cannot work, or cost too much.
+        """
+        settings, limits = self._snakemake.resource_settings, self._snakemake.global_resources
+        self.allocation.check_profile(settings, limits, submits=submits)
+        # All, since a dry run has finished them.
+        due = list(self._snakemake.dag.needrun_jobs(exclude_finished=False))
+        self.allocation.check_runs(due, self.failed)
+        return workflow.check_cost(self.runs, self.allocation, due) if submits else ""
+
+    def _check_dry_run(self) -> str:
+        """As `_check_plan`; that of `forge submit` checks more."""
+        cost = self._check_plan(self._profile.submits)
+        workflow.answer_submit(
+            self._snakemake,
+            self.runs,
+            self._layouts,
+            machine=self.allocation.of_profile["machine"],
+            folders=[self.results, self.data],
+            executor=self._profile.executor,
+        )
+        return cost
+
+    def _before_plan(self, dry: bool) -> None:
+        # What input functions raise, Snakemake shows with its own traceback.
+        checked = {"resume": self.resumed_files, "evaluate": self.evaluation_files}
+        for target in checked.keys() & set(self._snakemake.dag_settings.targets):
+            checked[target](None)
+        runs, submits = self.runs.values(), self._profile.submits
+        ended_allocation.remove(runs, logger.info, submits=submits, dry=dry)
+
+    def _before_first_job(self) -> None:
+        # Not in a dry run. Only here is it known where jobs will run.
+        profile = replace(self._profile, executor=self._snakemake.executor_plugin.name)
+        try:
+            cost = self._start(profile)
+        except ForgeError as err:
+            raise refusal(str(err)) from None
+        if cost:
+            logger.info(cost)
+        # A STOP file is removed: who resumes a stopped run wants it to train. Not in a dry run.
+        resumed = {name: self.runs[name] for name in self._resumed}
+        workflow.remove_stop_files(resumed, logger.info)
+
+    def _start(self, profile: Profile) -> str:
+        """Check, and write for jobs what they read; what the runs cost. Raises ForgeError."""
+        dag, submits = self._snakemake.dag, profile.submits
+        profile.refuse_plugin()
+        refuse_left_over()  # jobs inherit the environment
+        cost = self._check_plan(submits)
+        workflow.check_tasks(self.runs, dag.needrun_jobs())
+        if submits:
+            folders = [self.results, self.data]
+            workflow.check_submission(dag, dag.needrun_jobs(), folders, logger.warning)
+            workflow.keep_for_jobs(self.runs, self._layouts)
+        slurm = self.allocation.machine.slurm
+        workflow.take_over(self.runs, slurm, logger.info, submits=submits)
+        workflow.write_configs(self.runs, dag.needrun_jobs())
+        workflow.write_down(self.runs)
+        settings, memory = self._snakemake.resource_settings, self._model_mem_mb
+        workflow.keep_settings(self.runs, self.allocation, settings, memory, submits=submits)
+        return cost
