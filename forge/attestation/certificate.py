@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pydantic import ConfigDict
+
 import forge
 from forge.attestation import verify
 from forge.attestation.intervals import Interval
@@ -92,7 +94,10 @@ class MadeBy(RecordPart):
 
 
 class Reproduction(RecordPart):
-    """The predicate of a certificate."""
+    """The predicate of a certificate. Keys that it does not name are ignored: `chance` in certificates of
+    older versions."""
+
+    model_config = ConfigDict(extra="ignore")
 
     FORMAT: ClassVar[int] = 1
 
@@ -115,10 +120,6 @@ class Reproduction(RecordPart):
     parts: int
     """Of the run, from one checkpoint that it has saved to the next."""
     parts_coverable: int
-    chance: float
-    """Of finding one part that was trained otherwise, with as many draws as were trained again; parts
-    that cannot be covered count as unchecked. Without a draw the share of the parts that were trained
-    again: of those that somebody could foresee it is no chance of finding a fault that avoids them."""
     texts: Literal["made again", "by digest"]
     """Whether the tokens were made from the texts, or those of the statement's digests were used."""
     export: Literal["same", "other", "unchecked"]

@@ -87,6 +87,11 @@ class Draw:
         return [interval for interval, one in pairs if not one.is_unchecked]
 
     @property
+    def parts_checked(self) -> int:
+        """Parts of the run in the intervals that were trained again."""
+        return self.covers.parts_in(self.trained)
+
+    @property
     def result(self) -> Literal["reproduced", "not reproduced", "incomplete"]:
         """One difference outweighs all that could not be checked."""
         if self.export == "other" or any(one.is_other for one in self.results):
@@ -111,9 +116,6 @@ class Draw:
             steps_checked=_steps(trained),
             parts=len(covers.saved),
             parts_coverable=covers.parts_in(coverable),
-            chance=covers.chance(len(trained))
-            if request.is_drawn
-            else covers.parts_in(trained) / len(covers.saved),
             texts="made again" if request.texts else "by digest",
             export=self.export,
             tolerance=TOLERANCE,

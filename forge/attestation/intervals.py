@@ -1,4 +1,4 @@
-"""Which parts of a run can be trained again, and what a draw of some of them says of all.
+"""Parts of a run that can be trained again, and a draw of some of them.
 
 An interval goes from one checkpoint that the statement lists to the next one that is here, or from the
 first step of the run, which needs none. Checkpoints in between need not be here: their steps are trained
@@ -73,14 +73,6 @@ class Coverage(Generic[Saved]):
             bisect_right(self.saved, one.last) - bisect_right(self.saved, one.first)
             for one in intervals
         )
-
-    def chance(self, draws: int) -> float:
-        """Probability that `draws` random intervals contain one given part that was trained otherwise.
-        Parts that cannot be covered count as unchecked."""
-        if not self.intervals:
-            return 0.0
-        share = self.parts_in(self.intervals) / len(self.saved)
-        return share * min(draws, len(self.intervals)) / len(self.intervals)
 
 
 def coverage(

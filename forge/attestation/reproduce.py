@@ -153,7 +153,7 @@ def _certify(draw: Draw) -> None:
     )  # printed before
     print_notes(note for note in made.differences if note not in known)
     print_notes(MACHINES[made.by.machine])
-    print_summary(made)
+    print_summary(made, draw.parts_checked)
     digest = draw.write()
     say(f"certificate {digest[:12]}: {request.certificate}")
     if draw.key:

@@ -49,13 +49,14 @@ def print_interval(result: TrainedAgain) -> None:
     show(f"  {mark}  {printable(line)}")
 
 
-def print_summary(made: Reproduction) -> None:
+def print_summary(made: Reproduction, parts_checked: int) -> None:
+    """Print the result, and how much of the run was trained again."""
     show(
         f"{made.result}: {made.steps_checked} of {made.steps} steps trained again"
         f" ({made.steps_coverable} could be)"
     )
     number = sum(not one.is_unchecked for one in made.intervals)
-    intervals = f"{number} interval{'s' * (number > 1)}, drawn by seed {made.seed}"
+    which = f"in {number} interval{'s' * (number > 1)} drawn by seed {made.seed}"
     if made.seed is None:
-        intervals = "all steps" if made.steps_checked == made.steps else "the steps that were named"
-    show(f"chance that one bad part of {made.parts} is found: {made.chance:.0%} ({intervals})")
+        which = "all steps" if made.steps_checked == made.steps else "the steps that were named"
+    show(f"{parts_checked} of {made.parts} part{'s' * (made.parts > 1)} of the run, {which}")

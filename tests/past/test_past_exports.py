@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator
 from support.clone import Project
 from support.live_run import forge
 from support.past import Past, compares_bits, digest, flip_a_bit
@@ -20,6 +21,8 @@ from forge.core.files import read_json
 
 NewProject = Callable[[str], Project]
 KEYS = ("--key=author.pub", "--certifier=certifier.pub")
+ROOT = Path(__file__).parents[2]
+SCHEMA = Draft202012Validator(read_json(ROOT / "docs/certificate.schema.json"))
 
 
 @pytest.fixture
@@ -71,6 +74,15 @@ def test_statement_and_certificate_have_their_recorded_digests_by_the_code_of_to
     assert found == {name: recorded[name] for name in files}
 
 
+def test_certificate_with_a_key_that_is_no_longer_written_is_read_and_fits_the_schema(past: Past):
+    export, _ = export_and_certificate(past)
+    content = read_json(past.folder / "finished" / f"{export}.certificate.json")["predicate"]
+    made = Reproduction.model_validate(content)
+    assert "chance" in content
+    SCHEMA.validate(content)
+    assert (made.result, made.sha256) == ("reproduced", past.recorded["finished"]["certificate"])
+
+
 # --- exports of today -------------------------------------------------------------------------------
 
 
@@ -115,7 +127,9 @@ def test_steps_of_the_old_run_are_bitwise_equal_today_by_a_certificate_that_both
     options = ("--checkpoints=results/finished", "--to=now.json", "--sign=now.pem", "--seed=1")
     done = forge("reproduce", export, *options)
     assert done.code == 0, done.text
-    made = Reproduction.model_validate(read_json(Path("now.json"))["predicate"])
+    content = read_json(Path("now.json"))["predicate"]
+    SCHEMA.validate(content)
+    made = Reproduction.model_validate(content)
     assert (made.result, made.steps_checked, made.export) == ("reproduced", 8, "same")
     if compares_bits(past.recorded):
         assert {one.outcome for one in made.intervals} == {"bitwise"}

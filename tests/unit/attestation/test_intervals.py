@@ -57,7 +57,7 @@ def test_run_with_all_checkpoints_is_covered_from_its_first_step(run):
     assert ends(covers.intervals) == [(0, 10), (10, 20), (20, 30), (30, 40)]
     assert covers.intervals[0].begin is None and covers.intervals[1].begin.step == 10
     assert covers.steps == 40 and covers.exported.step == 40
-    assert [covers.chance(draws) for draws in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+    assert covers.parts_in(covers.intervals) == 4 and covers.parts_in(covers.intervals[1:3]) == 2
 
 
 def test_checkpoint_of_another_digest_or_of_a_later_step_is_none_of_the_run(run):
@@ -72,7 +72,7 @@ def test_intervals_that_took_too_long_are_not_drawn_and_count_as_unchecked(run):
     covers = coverage(links_of(run), [CommittedCheckpoints(run)], most_sec=99.0)
     assert ends(covers.intervals) == [(20, 30), (30, 40)]
     assert ends(covers.too_long) == [(0, 10), (10, 20)]
-    assert covers.parts_in(covers.intervals) == 2 and covers.chance(2) == 0.5
+    assert covers.parts_in(covers.intervals) == 2
     assert coverage(links_of(run), [CommittedCheckpoints(run)], most_sec=100.0).too_long == ()
 
 
@@ -97,7 +97,6 @@ def test_missing_last_checkpoint_counts_as_unchecked(run):
     covers = coverage(links, [CommittedCheckpoints(run)])
     assert covers.exported is None
     assert covers.parts_in(covers.intervals) == 3
-    assert covers.chance(3) == 0.75
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_steps_after_a_start_from_elsewhere_count_as_unchecked(run, parents):
     covers = coverage(links_of(run, **parents), [CommittedCheckpoints(run)])
     assert not covers.can_start
     assert ends(covers.intervals) == [(10, 20), (20, 30), (30, 40)]
-    assert covers.chance(3) == 0.75
+    assert covers.parts_in(covers.intervals) == 3
 
 
 def test_steps_of_the_parent_are_none_of_the_run(run):
