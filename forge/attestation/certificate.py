@@ -37,8 +37,8 @@ class TrainedAgain(RecordPart):
     loss: float | None
     """Largest difference of a reference-batch loss, in nats per token; None as above."""
     why: list[str]
-    """What differs between both trainings and may change bits; [] where they must be bitwise equal. Of
-    unchecked steps why they were not trained again."""
+    """Of unchecked steps why they were not trained again; of another program the files that differ, and
+    whose tensors are not read; else []."""
 
     @property
     def is_other(self) -> bool:
@@ -128,7 +128,7 @@ class Reproduction(RecordPart):
     tolerance: dict[str, float]
     """Largest difference of weights and of losses, as in `intervals`, where bits may differ."""
     differences: list[str]
-    """What differs from the statement's code and environment."""
+    """What differs from the statement's code and environment, and from how the intervals were trained."""
     by: MadeBy
     intervals: list[TrainedAgain]
     sha256: str = ""

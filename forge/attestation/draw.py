@@ -43,6 +43,7 @@ class Draw:
     seed: int
     chosen: list[Interval[Any]]
     results: list[TrainedAgain] = field(default_factory=list)
+    differences: dict[str, None] = field(default_factory=dict)  # of all intervals, each once
     last: SavedCheckpoint | None = None  # that was made
     export: Literal["same", "other", "unchecked"] = "unchecked"
     is_complete: bool = False  # all intervals had their turn, the export too
@@ -70,6 +71,7 @@ class Draw:
         try:
             made = trainer.train(interval)
             result = self.recipe.judged(interval, made)
+            differences = self.recipe.differences(interval, made)
         except FileNotFoundError as err:  # a certificate could not name it any more
             raise _pruned(err) from None
         except (ForgeError, VerificationError) as err:
@@ -79,6 +81,7 @@ class Draw:
             self.results.append(TrainedAgain.unchecked(interval, err.what.splitlines()[0]))
         else:
             self.last = made
+            self.differences |= dict.fromkeys(differences)
             self.results.append(result)
 
     @property
@@ -119,7 +122,7 @@ class Draw:
             texts="made again" if request.texts else "by digest",
             export=self.export,
             tolerance=TOLERANCE,
-            differences=self.recipe.differences(self.last),
+            differences=[*self.differences],
             by=self.recipe.by(self.last, _machine(request)),
             intervals=self.results + not_yet,
         )

@@ -1,9 +1,9 @@
-"""Did training again end as the statement says: bitwise, within the tolerance, or otherwise, and why?"""
+"""Did training again end as the statement says: bitwise, within the tolerance, or otherwise?"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forge.attestation.certificate import Outcome, TrainedAgain
@@ -15,6 +15,7 @@ from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Code, Lineage
 from forge.checkpoint.sealed import SealedCheckpoint
 from forge.core.errors import DataError
+from forge.validation.replay import same_arithmetic
 
 MOST_NAMED = 5  # packages with their versions, or files, in one sentence
 # Where bits may differ. docs/reproducibility.md has what was measured: other kernels and numbers of ranks
@@ -27,17 +28,18 @@ def judged(
 ) -> TrainedAgain:
     """Judge an interval. made: its end as it was trained again, with this digest of its
     weights."""
-    why, end = [*may_differ(interval, made, links)], interval.end
-    if end:
+    if end := interval.end:
         apart = state_difference(made, end, interval.begin)
     else:
         is_same = weights_digest == links["export"].get("weights")
         apart = StateDifference(is_same, 0.0 if is_same else math.inf, 0.0 if is_same else math.inf)
     within = apart.weights <= TOLERANCE["weights"] and apart.loss <= TOLERANCE["loss"]
-    outcome: Outcome = "within tolerance" if why and within else "other"
+    outcome: Outcome = "other"
     if apart.is_bitwise:
         outcome = "bitwise"
-    return TrainedAgain.of(interval, outcome, why, weights=apart.weights, loss=apart.loss)
+    elif within and not must_be_bitwise(interval, made, links):
+        outcome = "within tolerance"
+    return TrainedAgain.of(interval, outcome, [], weights=apart.weights, loss=apart.loss)
 
 
 def judged_program(
@@ -62,8 +64,6 @@ def judged_program(
             )
     if apart.unread:
         why.append(f"other files, whose tensors are not read: {_listed(apart.unread)}")
-    if apart.weights:
-        why.append("with which CPU, GPU and packages the program ran is not recorded")
     weights = apart.weights or 0.0
     outcome: Outcome = "within tolerance" if weights <= TOLERANCE["weights"] else "other"
     if not weights:
@@ -76,34 +76,20 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def may_differ(interval: Interval[Checkpoint], made: Checkpoint, links: Links) -> Iterator[str]:
-    """Differences between both trainings on which bits depend: hardware, kernels, torch, ranks. Code is
-    not among it: another commit must not excuse another result."""
-    now, then = made.manifest, interval.end.manifest if interval.end else None
-    sizes = _world_sizes(interval, links)
-    if sizes - {now.world_size}:
-        yield f"{' and '.join(map(str, sorted(sizes)))} ranks then, {now.world_size} here"
-    if then is None:
-        return
-    yield from hardware_differences(then.lineage, now.lineage)
-    if now.why_not_compiled != then.why_not_compiled:
-        yield "compiled on one side only"
-    if then.lineage.config.train.shard == "node":
-        yield "sharded over the ranks of a node, of which there was another number"
-    if now.lineage.numerics.device == "cuda":
-        yield "a GPU may add in any order"
-
-
-def hardware_differences(then: Lineage, now: Lineage) -> Iterator[str]:
-    """A sentence for each thing on which bits depend and that differs."""
-    if now.hardware.cpu != then.hardware.cpu:
-        yield _differs("CPU", then.hardware.cpu, now.hardware.cpu)
-    if now.versions.torch != then.versions.torch:
-        yield _differs("torch", then.versions.torch, now.versions.torch)
-    ours, theirs = now.numerics.to_json(), then.numerics.to_json()
-    for key in sorted(theirs):
-        if ours.get(key) != theirs[key]:
-            yield _differs(key, theirs[key], ours.get(key))
+def must_be_bitwise(interval: Interval[Checkpoint], made: Checkpoint, links: Links) -> bool:
+    """Decide whether both trainings must give the same bits. Code is not asked: another commit must not
+    excuse another result."""
+    end, now = interval.end, made.manifest
+    if end is None:
+        return True
+    then = end.manifest
+    return (
+        same_arithmetic(then.lineage, now.lineage.numerics)
+        and _world_sizes(interval, links) <= {now.world_size}
+        and bool(then.why_not_compiled) == bool(now.why_not_compiled)
+        # The ranks of a node add first, and here there may be another number of them.
+        and then.lineage.config.train.shard != "node"
+    )
 
 
 def _world_sizes(interval: Interval[Checkpoint], links: Links) -> set[int]:
@@ -117,19 +103,41 @@ def _world_sizes(interval: Interval[Checkpoint], links: Links) -> set[int]:
     }
 
 
-def differences(links: Links, now: Lineage) -> Iterator[str]:
-    """Differences from the code and the environment of the statement, as far as it has them."""
-    yield from code_differences(links, now.code)
-    environment = links["environment"]
-    versions, packages = environment.get("versions"), environment.get("packages")
-    ours = now.versions.to_json()
-    for name, version in sorted(versions.items()) if isinstance(versions, dict) else ():
-        if version != ours.get(name):
-            yield _differs(name, version, ours.get(name))
-    if isinstance(packages, dict):
-        yield from _other_packages(packages, now.packages or {}, known=ours)
-    if environment.get("cpu") != now.hardware.cpu:
-        yield _differs("CPU", environment.get("cpu"), now.hardware.cpu)
+def differences(interval: Interval[Checkpoint], made: Checkpoint, links: Links) -> Iterator[str]:
+    """Differences from the code and the environment of the statement, as far as it has them, and from how
+    the interval was trained, which may have been on another machine."""
+    end, now, environment = interval.end, made.manifest, links["environment"]
+    ours = _environment(now.lineage)
+    yield from code_differences(links, now.lineage.code)
+    yield from _other_environment(environment, ours)
+    if isinstance(packages := environment.get("packages"), dict):
+        yield from _other_packages(packages, now.lineage.packages or {}, known=ours["versions"])
+    sizes = _world_sizes(interval, links)
+    if sizes - {now.world_size}:
+        yield f"{' and '.join(map(str, sorted(sizes)))} ranks then, {now.world_size} here"
+    if end:
+        yield from _other_environment(_environment(end.manifest.lineage), ours)
+        if bool(end.manifest.why_not_compiled) != bool(now.why_not_compiled):
+            yield "compiled on one side only"
+
+
+def _environment(lineage: Lineage) -> dict[str, Any]:
+    """Versions, numerics and CPU, as the link `environment` of a statement has them."""
+    return {
+        "versions": lineage.versions.to_json(),
+        "numerics": lineage.numerics.to_json(),
+        "cpu": lineage.hardware.cpu,
+    }
+
+
+def _other_environment(stated: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
+    for group in ("versions", "numerics"):
+        values = stated.get(group)
+        for name, value in sorted(values.items()) if isinstance(values, dict) else ():
+            if value != ours[group].get(name):
+                yield _differs(name, value, ours[group].get(name))
+    if stated.get("cpu") != ours["cpu"]:
+        yield _differs("CPU", stated.get("cpu"), ours["cpu"])
 
 
 def _other_packages(

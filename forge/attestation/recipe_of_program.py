@@ -224,7 +224,9 @@ class ProgramRecipe:
         wrong = [n for n in sorted(names) if digests.get(n) != digest_file(folder / n)]
         return wrong if names else ["no file of the checkpoint"]
 
-    def differences(self, made: SealedCheckpoint) -> list[str]:
+    def differences(
+        self, interval: Interval[SealedCheckpoint], made: SealedCheckpoint
+    ) -> list[str]:
         return [*code_differences(self.links, made.seal.lineage.code)]
 
     def by(

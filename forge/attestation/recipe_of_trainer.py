@@ -141,8 +141,8 @@ class TrainerRecipe:
         changed = different_files(folder, trainer.export(checkpoint))
         return [name for name in changed if name not in ("README.md", EXPORT_MANIFEST)]
 
-    def differences(self, made: Checkpoint) -> list[str]:
-        return [*differences(self.links, made.manifest.lineage)]
+    def differences(self, interval: Interval[Checkpoint], made: Checkpoint) -> list[str]:
+        return [*differences(interval, made, self.links)]
 
     def by(self, made: Checkpoint, machine: Literal["another", "the same", "unknown"]) -> MadeBy:
         lineage = made.manifest.lineage

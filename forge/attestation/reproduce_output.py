@@ -38,15 +38,15 @@ def print_interval(result: TrainedAgain) -> None:
         "FAIL" if result.is_other else "ok  ",
     )
     if result.is_unchecked:
-        mark, line = "note", f"{line}unchecked ({'; '.join(result.why)})"
+        mark, line = "note", f"{line}unchecked"
     elif result.outcome == "bitwise":
-        line += "bitwise equal" + (f" ({'; '.join(result.why)})" if result.why else "")
+        line += "bitwise equal"
     else:
         line += "within the tolerance" if result.outcome == "within tolerance" else "other weights"
         if result.weights is not None:
             line += f", {result.weights:.2g} of the way apart, losses {result.loss or 0:.2g}"
-        line += f" ({'; '.join(result.why) or 'the same kind of CPU, torch and ranks'})"
-    show(f"  {mark}  {printable(line)}")
+    why = f" ({'; '.join(result.why)})" if result.why else ""
+    show(f"  {mark}  {printable(line + why)}")
 
 
 def print_summary(made: Reproduction, parts_checked: int) -> None:

@@ -105,8 +105,9 @@ class Recipe(Protocol[Saved]):
         """Names of the files of an export that are missing, too many, or not as the exported checkpoint
         gives them."""
 
-    def differences(self, made: Saved) -> list[str]:
-        """Differences from the code and the environment of the statement, as far as it has them."""
+    def differences(self, interval: Interval[Saved], made: Saved) -> list[str]:
+        """Differences from the code and the environment of the statement, as far as it has them, and from
+        how the interval was trained."""
 
     def by(self, made: Saved, machine: Literal["another", "the same", "unknown"]) -> MadeBy:
         """With what a checkpoint was made again."""

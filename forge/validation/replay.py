@@ -45,8 +45,8 @@ OTHER_DROPOUT = (
 
 
 def same_arithmetic(lineage: Lineage, now: Numerics) -> bool:
-    """Whether a loss computed here with the numerics `now` is bitwise equal to that of the training.
-    Never on a GPU, which adds in any order."""
+    """Tell whether losses and weights computed here with the numerics `now` are bitwise equal to those of
+    the training. Never on a GPU, which adds in any order."""
     return (
         now == lineage.numerics
         and now.device == "cpu"
