@@ -28,8 +28,8 @@ from forge.core.paths import (
 from forge.core.sample_sheet import shared_folders
 from forge.data.content_ids import single_corpora
 from forge.data.corpus import made_by_rules
-from forge.evaluation.tasks import task_files
 from forge.launch.rank import refuse_left_over
+from forge.plugins.evaluation.tasks import task_files
 from forge.reporting import workflow_output
 from forge.run import ended_allocation
 from forge.snakemake_private import refusal

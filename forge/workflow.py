@@ -61,7 +61,7 @@ from forge.core.records import RunSettings, SubmitCheck, WorkflowRuns
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve, single_corpora
-from forge.evaluation.tasks import find_tasks, refuse_missing_package
+from forge.plugins.evaluation.tasks import find_tasks, refuse_missing_package
 from forge.reporting.workflow_output import print_end
 from forge.run import cost, train
 from forge.run.during_training import EVALUATION

@@ -99,7 +99,7 @@ def _status(options: argparse.Namespace) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from forge.evaluation.tasks import download, go_offline, refuse_missing_package
+    from forge.plugins.evaluation.tasks import download, go_offline, refuse_missing_package
 
     use_settings(options)
     paths, checkpoint, config, is_ours = _to_evaluate(options)
@@ -108,7 +108,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         download(paths, config.evaluate)
         return
     go_offline()
-    from forge.evaluation.evaluate import evaluate_checkpoint, evaluate_run
+    from forge.plugins.evaluation.evaluate import evaluate_checkpoint, evaluate_run
 
     if checkpoint:
         evaluate_checkpoint(checkpoint, config.evaluate, config.data, is_ours=is_ours)

@@ -25,7 +25,7 @@ from .project import Project
 from .test_job_watch import both_daemons_away
 
 NewProject = Callable[..., Project]
-TASKS = REPOSITORY / "tests/distributed/tasks"
+TASKS = REPOSITORY / "tests/plugins/evaluation/distributed/tasks"
 ENDS = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL PREEMPTED OUT_OF_MEMORY"
 FIRST, SECOND, THIRD = PAUSES
 

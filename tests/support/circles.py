@@ -22,6 +22,7 @@ COMMANDS = {
 CIRCLE_OF_FOLDER = {
     "unit": "default",
     "past": "default",
+    "plugins": "default",
     "workflow": "all",
     "distributed": "all",
     "faults": "all",

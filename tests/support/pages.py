@@ -17,7 +17,14 @@ from support.repository import REPOSITORY as ROOT
 
 PAGES = tuple(
     str(path.relative_to(ROOT))
-    for pattern in ("*.md", "docs/*.md", "profiles/*.md", "config/*.md", "config/labs/*/*.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "docs/plugins/*.md",
+        "profiles/*.md",
+        "config/*.md",
+        "config/labs/*/*.md",
+    )
     for path in sorted(ROOT.glob(pattern))
     if path.name != "CHANGELOG.md"  # names commands of earlier versions
 )

@@ -21,7 +21,12 @@ pytestmark = pytest.mark.tools
 PAGES = [
     *("README.md", "SECURITY.md", "config/labs/six-nodes/README.md"),
     *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting", "gpu", "tracking")),
-    *("docs/evaluation.md", "docs/guarantees.md", "docs/commands.md", "docs/installation.md"),
+    *(
+        "docs/plugins/evaluation.md",
+        "docs/guarantees.md",
+        "docs/commands.md",
+        "docs/installation.md",
+    ),
 ]
 FILES = {"yaml", "json", "jsonl", "tsv", "html", "py"}  # report.html is no key
 GAP = "…"  # stands for names and numbers, in the pages as in the texts of the sources

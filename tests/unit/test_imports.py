@@ -21,7 +21,7 @@ import forge
 FOLDER = Path(forge.__file__).parent
 # In the order of the rule. Modules beside them (cli, workflow, …) start Forge and may import every one.
 PACKAGES = (
-    *("core", "cluster", "data", "launch", "checkpoint", "trainer", "tracking", "evaluation"),
+    *("core", "cluster", "data", "launch", "checkpoint", "trainer", "tracking", "plugins"),
     *("staging", "preflight", "validation", "run", "reporting", "attestation", "controller"),
     "commands",
 )
@@ -58,7 +58,12 @@ TENSORS = {
     *("trainer.export",),
     "trainer.pretrained",
     *("preflight.rank_probe", "validation.replay_rank", "validation.rank_losses"),
-    *("validation.model_checks", "hf_callback", "evaluation.harness", "evaluation.evaluate"),
+    *(
+        "validation.model_checks",
+        "hf_callback",
+        "plugins.evaluation.harness",
+        "plugins.evaluation.evaluate",
+    ),
 }
 
 

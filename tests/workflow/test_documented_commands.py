@@ -24,7 +24,7 @@ PLACEHOLDERS = {
     "max_steps=1000": "max_steps=16",
     "--data python:stdlib": "--data corpus",
 }
-TASKS = REPOSITORY / "tests/distributed/tasks"
+TASKS = REPOSITORY / "tests/plugins/evaluation/distributed/tasks"
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def own_tokenizer(project: Project) -> None:
 # What a reader of a page has before its first command.
 PREPARE = {
     "SECURITY.md": their_run,
-    "docs/evaluation.md": own_tasks,
+    "docs/plugins/evaluation.md": own_tasks,
     "docs/tracking.md": a_tracker,
     "docs/families.md": families,
     "config/README.md": own_tokenizer,

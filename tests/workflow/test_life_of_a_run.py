@@ -20,7 +20,7 @@ from forge.core.files import read_json
 from forge.core.paths import WORKFLOW_RUNS
 from forge.core.records import WorkflowRuns
 
-TASKS = Path(__file__).parents[1] / "distributed/tasks"
+TASKS = Path(__file__).parents[1] / "plugins/evaluation/distributed/tasks"
 BASE = "run\tparent\ttrain.lr\nbase\t\t\n"
 
 

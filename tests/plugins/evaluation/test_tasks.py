@@ -11,7 +11,7 @@ import pytest
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.paths import RunPaths
 from forge.core.service_settings import Evaluate
-from forge.evaluation import tasks
+from forge.plugins.evaluation import tasks
 
 pytestmark = pytest.mark.all
 

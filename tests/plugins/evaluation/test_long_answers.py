@@ -6,7 +6,7 @@ import pytest
 
 from forge.core.errors import DataError
 from forge.core.service_settings import Evaluate
-from forge.evaluation import harness
+from forge.plugins.evaluation import harness
 
 pytestmark = pytest.mark.all
 

@@ -22,8 +22,8 @@ from forge.core.records import Evaluated, Evaluation, Evaluations, Score
 from forge.core.service_settings import Evaluate
 from forge.core.terminal import duration, say
 from forge.core.values import shown
-from forge.evaluation import harness, tasks
-from forge.evaluation.tasks import task_digest
+from forge.plugins.evaluation import harness, tasks
+from forge.plugins.evaluation.tasks import task_digest
 from forge.trainer import numerics
 from forge.trainer.export import export
 

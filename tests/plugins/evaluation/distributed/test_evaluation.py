@@ -22,11 +22,12 @@ from forge.core.paths import tokenizer_folder
 from forge.core.records import Evaluation, Evaluations, Score
 from forge.core.service_settings import Evaluate
 from forge.data.tokenizer import load_tokenizer
-from forge.evaluation import evaluate as evaluation
+from forge.plugins.evaluation import evaluate as evaluation
 from forge.reporting.compare import comparison, to_json
 from forge.trainer.models.decoder import Decoder, make_decoder
 
 TASKS = Path(__file__).parent / "tasks"
+pytestmark = pytest.mark.all
 DOCUMENTS = [json.loads(line) for line in (TASKS / "words.jsonl").read_text().splitlines()]
 EVERY = ("--train.keep_every=6", "--evaluate.every=6")
 

@@ -3,7 +3,7 @@
 import math
 
 from forge.core.records import Score
-from forge.evaluation.harness import scores_of
+from forge.plugins.evaluation.harness import scores_of
 
 
 def results(**found):

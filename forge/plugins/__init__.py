@@ -1,0 +1,1 @@
+"""Plugins: what a run can do without, a folder for each."""
