@@ -18,6 +18,7 @@ from forge.commands.project import add_project
 from forge.commands.run_steps import add_run_steps
 from forge.commands.subcommands import OVERRIDES, Subcommands
 from forge.commands.views import add_views
+from forge.core import hooks
 from forge.core.config import Config, is_boolean, parse_override
 from forge.core.errors import ConfigError, Exit, ForgeError
 from forge.core.terminal import begin_log, copy_to, say
@@ -177,4 +178,5 @@ def _parser() -> argparse.ArgumentParser:
     subcommands = Subcommands(subparsers)
     for add in (add_data_steps, add_run_steps, add_project, add_views, add_exports):
         add(subcommands)
+    hooks.add_subcommands(subcommands)
     return parser

@@ -16,6 +16,7 @@ from forge import as_module, workflow
 from forge.checkpoint import family
 from forge.cluster import jobs
 from forge.cluster.allocation import Allocation, Profile
+from forge.core import hooks
 from forge.core.config import RUN_NAME, ResolvedConfig
 from forge.core.errors import ForgeError
 from forge.core.paths import (
@@ -29,7 +30,6 @@ from forge.core.sample_sheet import shared_folders
 from forge.data.content_ids import single_corpora
 from forge.data.corpus import made_by_rules
 from forge.launch.rank import refuse_left_over
-from forge.plugins.evaluation.tasks import task_files
 from forge.reporting import workflow_output
 from forge.run import ended_allocation
 from forge.snakemake_private import refusal
@@ -44,12 +44,13 @@ class Flow:
     runs: name -> config. results, data: the directories of all runs. comparison: the page that compares
     them. settings: rule -> run -> file (`workflow.rule_settings`). waiting: runs that begin when another
     one of the sheet has trained -> its name. failed: runs whose config has failed before -> the message:
-    no allocation is spent on them.
+    no allocation is spent on them. environment: path of the conda environment, for rules of plugins.
     """
 
     def __init__(self, snakemake: Any, values: dict[str, Any]) -> None:
         self._snakemake = snakemake
         self._is_main = bool(snakemake.is_main_process)
+        self.environment = f"{snakemake.current_basedir}/envs/forge.yaml"
         workflow.prepare_environment()
         workflow_output.shorten(snakemake, logger)
         try:
@@ -96,16 +97,6 @@ class Flow:
         """Content id of a tokenizer -> config of a run that has it."""
         return {run.ids.tokenizer: run for run in self.runs.values() if run.ids.tokenizer}
 
-    @cached_property
-    def evaluated(self) -> list[str]:
-        """Runs with tasks (evaluate.tasks)."""
-        return [name for name, run in self.runs.items() if run.evaluate.tasks]
-
-    @property
-    def evaluated_beside(self) -> list[str]:
-        """Runs of which checkpoints are evaluated while they train."""
-        return [name for name in self.evaluated if self.runs[name].evaluate.every]
-
     # --- inputs and outputs of rules ---
 
     @property
@@ -113,6 +104,11 @@ class Flow:
         """Pattern of each wildcard."""
         ids = ("tokenizer", "tokens", "inputs", "model")
         return {"run": RUN_NAME, **dict.fromkeys(ids, "[0-9a-f]{12}")}
+
+    @property
+    def rule_files(self) -> list[str]:
+        """The rule files of plugins."""
+        return hooks.rule_files()
 
     def one_of(self, ids: Iterable[str]) -> str:
         """Pattern of these ids: two rules make manifests in data/tokens."""
@@ -177,18 +173,12 @@ class Flow:
         made = Path(f"{self.results}/{wildcards.run}/.parent_trained")
         return [made] if wildcards.run in self.waiting or made.exists() else []
 
-    def task_files_of(self, wildcards: Any) -> list[Path]:
-        """The user's own tasks and their data: a change evaluates again."""
-        return task_files(self.runs[wildcards.run].evaluate)
-
-    def evaluation_files(self, wildcards: Any) -> list[str]:
-        """What the target `evaluate` asks for."""
-        if not self.evaluated:
-            raise refusal(
-                f"nothing to evaluate: evaluate.tasks is [] for {', '.join(self.runs)}.\n"
-                "Set it in config/config.yaml, such as `evaluate: {tasks: [hellaswag]}`."
-            )
-        return self.files_of(self.evaluated, "evaluation.json")
+    def wanted_files(self, target: str, runs: Iterable[str]) -> list[str]:
+        """Files that plugins add to what this target asks for."""
+        wanted = {run: hooks.wanted_files(self.runs[run], target) for run in runs}
+        return [
+            path for run, names in wanted.items() if names for path in self.files_of([run], *names)
+        ]
 
     def resumed_files(self, wildcards: Any) -> list[str]:
         """What `train` asks for, of the runs that have a checkpoint."""
@@ -267,9 +257,13 @@ class Flow:
 
     def _before_plan(self, dry: bool) -> None:
         # What input functions raise, Snakemake shows with its own traceback.
-        checked = {"resume": self.resumed_files, "evaluate": self.evaluation_files}
-        for target in checked.keys() & set(self._snakemake.dag_settings.targets):
-            checked[target](None)
+        targets = sorted(self._snakemake.dag_settings.targets)
+        if "resume" in targets:
+            self.resumed_files(None)
+        try:
+            hooks.check_targets(self.runs, targets)
+        except ForgeError as err:
+            raise refusal(str(err)) from None
         runs, submits = self.runs.values(), self._profile.submits
         ended_allocation.remove(runs, logger.info, submits=submits, dry=dry)
 
@@ -292,7 +286,7 @@ class Flow:
         profile.refuse_plugin()
         refuse_left_over()  # jobs inherit the environment
         cost = self._check_plan(submits)
-        workflow.check_tasks(self.runs, dag.needrun_jobs())
+        hooks.check_plan(self.runs, workflow.rules_due(dag.needrun_jobs()))
         if submits:
             folders = [self.results, self.data]
             workflow.check_submission(dag, dag.needrun_jobs(), folders, logger.warning)
@@ -302,5 +296,5 @@ class Flow:
         workflow.write_configs(self.runs, dag.needrun_jobs())
         workflow.write_down(self.runs)
         settings, memory = self._snakemake.resource_settings, self._model_mem_mb
-        workflow.keep_settings(self.runs, self.allocation, settings, memory, submits=submits)
+        workflow.keep_settings(self.runs, settings, memory, submits=submits)
         return cost

@@ -30,7 +30,7 @@ from forge.cluster.allocation import (
 from forge.cluster.lock import WORKFLOW_LOCK, lock
 from forge.cluster.sbatch import Request, requests_of
 from forge.cluster.slurm import refuse_missing, settle_in_batch_step
-from forge.core import events
+from forge.core import events, hooks
 from forge.core.config import OF_FORGES_TRAINER, Config, ResolvedConfig, checked, read_values
 from forge.core.errors import ConfigError, ForgeError, TrainingError, UnfitError
 from forge.core.files import (
@@ -61,10 +61,8 @@ from forge.core.records import RunSettings, SubmitCheck, WorkflowRuns
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve, single_corpora
-from forge.plugins.evaluation.tasks import find_tasks, refuse_missing_package
 from forge.reporting.workflow_output import print_end
 from forge.run import cost, train
-from forge.run.during_training import EVALUATION
 from forge.run.programs import program_of
 from forge.tracking.tracker import refuse_missing_packages
 from forge.validation.estimates import BASE_BYTES, training_bytes
@@ -111,7 +109,8 @@ def read_config(settings: Any, files: Sequence[str] = (CONFIG,)) -> dict[str, An
     files = [file for file in files if Path(file).exists() or not settings.configfiles]
     for values in (*map(read_values, [*files, *settings.configfiles]), given):
         if values.get("program"):  # config.yaml may be about Forge's own trainer
-            unused = (*OF_FORGES_TRAINER, "evaluate")
+            of_trainer = [k for k, one in hooks.sections().items() if one.IS_OF_TRAINER]
+            unused = (*OF_FORGES_TRAINER, *of_trainer)
             merged = {name: old for name, old in merged.items() if name not in unused}
         _merge(merged, values)
     return merged
@@ -120,7 +119,7 @@ def read_config(settings: Any, files: Sequence[str] = (CONFIG,)) -> dict[str, An
 def _refuse_misspelt(given: Mapping[str, Any]) -> None:
     """ConfigError for a key of --config that was meant for the allocation. Others are refused with the
     config that they are in."""
-    known = [*Config.model_fields, "runs"]
+    known = [*Config.model_fields, *hooks.sections(), "runs"]
     for name, value in given.items():
         close = difflib.get_close_matches(name, [*known, *OF_COMMAND], n=1)
         if name not in known and close and close[0] in OF_COMMAND:
@@ -167,7 +166,7 @@ def read_runs(
     shared_folders(runs)
     for name, config in runs.items():
         refuse_missing_packages(config.tracking, f"run {name}")
-        refuse_missing_package(config.evaluate, f"run {name}")
+        hooks.check_run(config, f"run {name}")
     warnings = _check_starts(runs)
     for line in warnings if main else ():
         say(line)
@@ -310,38 +309,26 @@ def write_down(runs: dict[str, ResolvedConfig]) -> None:
 
 def keep_settings(
     runs: dict[str, ResolvedConfig],
-    allocation: Allocation,
     settings: Any,
     memory: Callable[[str], int],
     *,
     submits: bool,
 ) -> None:
-    """Write what each run has of trackers and of jobs during training, for the rule that trains it.
+    """Write what each run has of trackers, plugins and jobs during training, for the rule that trains it.
     settings: Snakemake's ResourceSettings. memory: of a run's model, in MB."""
     for name, config in runs.items():
-        requests = {}
-        if submits:
-            requests[EVALUATION] = _evaluation_request(settings, memory(name)).to_json()
-        kept = RunSettings(
-            tracking=config.tracking,
-            evaluate=config.evaluate,
-            jobs=requests,
-        )
+        requests = hooks.job_requests(settings, memory(name)) if submits else {}
+        kept = RunSettings(tracking=config.tracking, jobs=requests, **config.of_plugins)
         kept.write(settings_file(name))
 
 
-def _evaluation_request(settings: Any, mem_mb: int) -> Request:
-    own, given = settings.overwrite_resources.get(EVALUATION, {}), of_profile(EVALUATION, settings)
-    threads = plain(settings.overwrite_threads.get(EVALUATION)) or 1
-    asked = given if "mem_mb" in own else {**given, "mem_mb": mem_mb}
-    return Request.of_rule(EVALUATION, asked, threads)
-
-
-def check_tasks(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:
-    """ConfigError for an unknown task, before anything is submitted. due: jobs that will run."""
-    asked = {job.wildcards.run for job in due if job.rule.name == "evaluate_data"}
-    for name in sorted(asked):
-        find_tasks(runs[name].evaluate)
+def rules_due(due: Iterable[Any]) -> dict[str, list[str]]:
+    """Rule -> the runs for which a job will run it, by name. due: jobs of Snakemake."""
+    found: dict[str, set[str]] = {}
+    for job in due:
+        if "run" in job.wildcards_dict:
+            found.setdefault(job.rule.name, set()).add(job.wildcards.run)
+    return {rule: sorted(runs) for rule, runs in found.items()}
 
 
 def end_with_table(
@@ -418,7 +405,7 @@ def answer_submit(
     rules = {job.rule.name for job in due if job.output}  # targets have none
     if rules == {KNOWN_FAILURE}:
         raise TrainingError("\n".join(str(job.params.message) for job in due if job.output))
-    check_tasks(runs, due)
+    hooks.check_plan(runs, rules_due(due))
     with _with_executor(workflow, executor):
         requests = check_submission(workflow.dag, due, folders, say)
     keep_for_jobs(runs, layouts)
@@ -554,9 +541,11 @@ def rule_settings(
     by_rule: dict[str, dict[str, RuleSettings]] = {
         "config_run": {name: _of_training(config) for name, config in runs.items()},
         "validate_run": {name: _of_validation(config) for name, config in runs.items()},
-        "evaluate_run": {name: _of_evaluation(config) for name, config in runs.items()},
         "compare_runs": {page: RuleSettings.of("compare", sorted(runs), Path(page), None)},
     }
+    for name, config in runs.items():
+        for rule, settings in hooks.rule_settings(config).items():
+            by_rule.setdefault(rule, {})[name] = settings
     for settings in (file for by_run in by_rule.values() for file in by_run.values() if main):
         settings.write()
     return {
@@ -576,15 +565,6 @@ def _of_validation(config: ResolvedConfig) -> RuleSettings:
     made_with = read_object_or_empty(paths.validation).get("settings")
     name, sections = f"{config.run}.validate", config.validation_json()
     return RuleSettings.of_sections(name, sections, paths.validated, made_with)
-
-
-def _of_evaluation(config: ResolvedConfig) -> RuleSettings:
-    """For the download of the tasks' data, too, which is older."""
-    paths = RunPaths.of(config)
-    evaluate = read_object_or_empty(paths.evaluation).get("evaluate")
-    made_with = None if evaluate is None else {"evaluate": evaluate}
-    name, sections = f"{config.run}.evaluate", {"evaluate": config.to_json()["evaluate"]}
-    return RuleSettings.of_sections(name, sections, paths.evaluation_data, made_with)
 
 
 def write_configs(runs: dict[str, ResolvedConfig], due: Iterable[Any]) -> None:

@@ -23,6 +23,7 @@ from pydantic import BaseModel
 from forge.attestation.certificate import Reproduction
 from forge.attestation.chain import Predicate
 from forge.checkpoint.manifest import Part
+from forge.core import hooks
 from forge.core.config import FOLDERS, OUTSIDE_TRAINING, Config, is_free
 from forge.core.errors import ConfigError
 from forge.core.files import atomic_open
@@ -53,6 +54,7 @@ class Table:
     file: Path
     model: type[Section]
     with_resume: bool  # a column "may change on resume"
+    name: str = ""  # key of the section; "" for a file as a whole
 
 
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
@@ -60,6 +62,17 @@ TABLES = (
     Table(Path("config/README.md"), Config, with_resume=True),
     Table(Path("profiles/README.md"), Machine, with_resume=False),
 )
+
+
+def tables() -> list[Table]:
+    """All tables: those of a plugin's sections are on its page."""
+    of_plugins = [
+        Table(Path("docs/plugins") / f"{section.__module__.split('.')[2]}.md", section, True, key)
+        for key, section in hooks.sections().items()
+    ]
+    return [*TABLES, *of_plugins]
+
+
 MARKED = re.compile(r"(<!-- keys -->\n).*?(<!-- end of keys -->)", re.DOTALL)
 
 
@@ -67,7 +80,7 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
     """Path below `root` -> the text it should have. Raises ConfigError without a file's markers."""
     texts = {path: schema_text(model) for path, model in SCHEMAS.items()}
     texts |= {path: predicate_schema(model) for path, model in PREDICATES.items()}
-    for table in TABLES:
+    for table in tables():
         path = root / table.file
         text = path.read_text() if path.exists() else ""
         if not MARKED.search(text):
@@ -75,13 +88,13 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
                 f"{path} has no place for the table of keys",
                 fix="put the lines <!-- keys --> and <!-- end of keys --> there",
             )
-        tables = keys_text(table.model, with_resume=table.with_resume)
-        texts[table.file] = MARKED.sub(_between(tables), text)
+        keys = keys_text(table.model, table.name, with_resume=table.with_resume)
+        texts[table.file] = MARKED.sub(_between(keys), text)
     return texts
 
 
-def _between(tables: str) -> Callable[[re.Match[str]], str]:
-    return lambda match: f"{match[1]}\n{tables}\n{match[2]}"
+def _between(keys: str) -> Callable[[re.Match[str]], str]:
+    return lambda match: f"{match[1]}\n{keys}\n{match[2]}"
 
 
 def drifted(root: Path = ROOT) -> list[Path]:
@@ -104,6 +117,12 @@ def schema_text(model: type[Section]) -> str:
             "default": SHEET,
             "description": "The sample sheet, one row a run.",
         }
+        for key, section in hooks.sections().items():
+            own = section.model_json_schema(by_alias=True)
+            schema["$defs"] |= {**own.pop("$defs", {}), section.__name__: own}
+            default = section().model_dump(mode="json")
+            reference = f"#/$defs/{section.__name__}"
+            schema["properties"][key] = {"$ref": reference, "default": default}
     return json.dumps({"$schema": DRAFT, **schema}, indent=2) + "\n"
 
 
@@ -122,6 +141,7 @@ def describe_keys(root: type[BaseModel] = Section) -> None:
     pydantic does so itself (use_attribute_docstrings), but in every process that imports a section, by
     parsing its source: 50 ms in the start of each command and rank.
     """
+    hooks.sections()  # which loads those of plugins
     for section in _subclasses(root):
         for key, text in _docstrings(section, root):
             section.model_fields[key].description = text
@@ -157,12 +177,12 @@ def _docstrings(
 # --- tables -------------------------------------------------------------------------------------
 
 
-def keys_text(model: type[Section], *, with_resume: bool) -> str:
-    """One Markdown table for the top level and one for each section of `model`."""
+def keys_text(model: type[Section], top: str = "", *, with_resume: bool) -> str:
+    """One Markdown table for the top level and one for each section of `model`. top: its key."""
     describe_keys()
     columns = ["key", "type", "default", "meaning"] + ["may change on resume"] * with_resume
     parts = []
-    for name, section in dict.fromkeys(_sections("", model)):
+    for name, section in dict.fromkeys(_sections(top, model)):
         schema = section.model_json_schema(by_alias=True)["properties"]
         lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for key, field in section.model_fields.items():
@@ -204,7 +224,8 @@ def _sections(name: str, model: type[Section]) -> Iterator[tuple[str, type[Secti
 def _may_change(name: str, section: type[Section], key: str) -> str:
     if not name:
         return "–" if key in FOLDERS else "no"  # names of folders are no part of any checkpoint
-    return "yes" if name.partition(".")[0] in OUTSIDE_TRAINING or is_free(section, key) else "no"
+    outside = (*OUTSIDE_TRAINING, *hooks.sections())
+    return "yes" if name.partition(".")[0] in outside or is_free(section, key) else "no"
 
 
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

@@ -10,13 +10,14 @@ from datetime import datetime
 from pathlib import Path
 
 from forge.cluster import exclude, slurm
+from forge.core import hooks
 from forge.core.errors import UnfitError
 
 ALLOCATION = "allocation"  # what the groups of rules in a run's job are called
 TRAIN_RULE = "train_run"
 ALLOCATION_RULES = ("stage_run", "preflight_run", TRAIN_RULE)
 # Those that take one task.
-NODE_RULES = ("tokenize", "validate_run", "evaluate_run", "export_run", "reproduce_run")
+NODE_RULES = ("tokenize", "validate_run", "export_run", "reproduce_run")
 FORMAT = "%i|%T|%r|%N|%B|%V|%S|%k|%Z"  # man squeue
 
 
@@ -33,7 +34,7 @@ def runs_in_batch_step(rules: Iterable[str], in_arrays: Collection[str]) -> bool
     names = set(rules)
     if {"all", *names} & set(in_arrays):
         return is_allocation(names)
-    return is_allocation(names) or (bool(names) and names <= set(NODE_RULES))
+    return is_allocation(names) or (bool(names) and names <= {*NODE_RULES, *hooks.rules_on_nodes()})
 
 
 @dataclass(frozen=True)

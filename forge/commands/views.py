@@ -1,18 +1,15 @@
-"""Subcommands that show runs and score them."""
+"""Subcommands that show runs."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
-from forge.commands.of_options import config_of, use_settings
-from forge.commands.subcommands import RUNS, Subcommands, its_config_option, settings_option
-from forge.core.config import Config
+from forge.commands.subcommands import RUNS, Subcommands, its_config_option
 
 
 def add_views(subcommands: Subcommands) -> None:
-    """Add the subcommands that show runs and score them."""
+    """Add the subcommands that show runs."""
     show = subcommands.plain("show", _show, "show status, samples and lineage of runs", keys=False)
     show.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
     _logs_options(
@@ -22,14 +19,6 @@ def add_views(subcommands: Subcommands) -> None:
     )
     _status_options(
         subcommands.plain("status", _status, "show the current state of each run", keys=False)
-    )
-    _evaluate_options(
-        subcommands.with_config(
-            "evaluate",
-            _evaluate,
-            "score checkpoints of a run by tasks of the lm-evaluation-harness",
-            "config.yaml, directory or name of a run, or directory of one of its checkpoints",
-        )
     )
     compare = subcommands.plain(
         "compare", _compare, "show runs side by side: configs, losses, cost", keys=False
@@ -60,16 +49,6 @@ def _status_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def _evaluate_options(parser: argparse.ArgumentParser) -> None:
-    its_config_option(parser)
-    settings_option(parser)
-    parser.add_argument(
-        "--download",
-        action="store_true",
-        help="only put the data of the tasks into the cache, on a node with internet",
-    )
-
-
 def _show(options: argparse.Namespace) -> None:
     from forge.reporting.find_runs import find_runs
     from forge.reporting.show import show
@@ -96,41 +75,6 @@ def _status(options: argparse.Namespace) -> None:
     from forge.reporting.status import status
 
     status(find_runs(options.runs), watch=options.watch, as_json=options.json)
-
-
-def _evaluate(options: argparse.Namespace) -> None:
-    from forge.plugins.evaluation.tasks import download, go_offline, refuse_missing_package
-
-    use_settings(options)
-    paths, checkpoint, config, is_ours = _to_evaluate(options)
-    refuse_missing_package(config.evaluate, options.config)
-    if options.download:
-        download(paths, config.evaluate)
-        return
-    go_offline()
-    from forge.plugins.evaluation.evaluate import evaluate_checkpoint, evaluate_run
-
-    if checkpoint:
-        evaluate_checkpoint(checkpoint, config.evaluate, config.data, is_ours=is_ours)
-    else:
-        evaluate_run(paths, config.evaluate, config.data, is_ours=is_ours)
-
-
-def _to_evaluate(options: argparse.Namespace) -> tuple[Any, Path | None, Config, bool]:
-    """Paths of the run, the checkpoint if one is named, the config, and whether the run is the user's."""
-    from forge.core.paths import RunPaths
-    from forge.reporting.find_runs import find_runs
-    from forge.reporting.trusted import directory_of, run_of, trusted
-
-    place = directory_of(options.config)
-    if place is None and Path(options.config).is_file():
-        config = config_of(options)
-        return RunPaths.of(config), None, config, True
-    place = place or find_runs([options.config])[0]
-    run = run_of(place)
-    accepted = trusted(run, options.its_config, options.overrides, "evaluate", "data")
-    checkpoint = place.root.resolve() if run is not place else None
-    return run, checkpoint, accepted.config, accepted.is_ours
 
 
 def _compare(options: argparse.Namespace) -> None:

@@ -18,6 +18,7 @@ from forge.cluster import adopt, controller_job, jobs, slurm, submission
 from forge.cluster.lock import lock
 from forge.cluster.partitions import Partition, read_partitions
 from forge.cluster.sbatch import CONTROLLER_RULE, Request, batch_line
+from forge.core import hooks
 from forge.core.errors import ConfigError, DataError, ForgeError, TrainingError, UnfitError
 from forge.core.machine import ControllerSettings, load_machine
 from forge.core.paths import CONTROLLERS, SUBMIT_CHECK, WORKFLOW, ControllerPaths
@@ -35,7 +36,7 @@ POLL_SEC = 0.5
 SUBMIT_SEC = 60.0
 # Rules that download, or read what nodes may not see: made here, before anything is submitted. By one
 # command each, since --until leaves out all that comes after any of its rules.
-HERE = (("inputs",), ("tokenizer", "model", "evaluate_data"))
+HERE = (("inputs",), ("tokenizer", "model"))
 # Of what Snakemake prints before an error: how and where it was called, all its options.
 NOISE = re.compile(
     r"\s*SNAKEMAKE\n=+\n.*?Config MD5: \S+\n|^usage: .*?(?=^\S+: error:)"
@@ -136,7 +137,8 @@ def _error(code: int) -> type[ForgeError]:
 
 def _make_here(command: Sequence[str], check: SubmitCheck) -> None:
     """Run the rules that need the network, which nodes do not have. UnfitError where one fails."""
-    for rules in HERE:
+    *first, last = HERE
+    for rules in (*first, (*last, *hooks.rules_here())):
         wanted = [rule for rule in rules if rule in check.rules]
         if not wanted:
             continue

@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
 import yaml
 from pydantic import (
@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from forge.core import hooks
 from forge.core.errors import ConfigError
 from forge.core.files import read_json, write_json
 from forge.core.mix import require_sources
@@ -29,16 +30,18 @@ from forge.core.models.architectures import AnyModel
 from forge.core.program_settings import Program
 from forge.core.section import (
     FREE,
+    AnySection,
     FilePath,
     Retired,
     Section,
+    WithPlugins,
     section_of,
     section_of_entries,
     tagged_sections,
     with_retired,
     without_retired,
 )
-from forge.core.service_settings import Evaluate, Report, Tracking, ValidateSettings
+from forge.core.service_settings import Report, Tracking, ValidateSettings
 from forge.core.tokenize_settings import TOKEN_FORMATS, SourceName, Tokenize, Tokenizer
 from forge.core.train_settings import Train
 from forge.core.values import describe, read_cell, read_text, read_yaml, shown
@@ -50,8 +53,8 @@ PARENT = rf"({RUN_NAME})@([1-9][0-9]{{0,17}}|latest)"
 HUB_PARENT = "hub:"
 # Keys that do not change what is trained; the config digest leaves them out.
 FOLDERS = ("run", "results", "data")
-# Sections that training does not read; a checkpoint knows nothing of them.
-OUTSIDE_TRAINING = ("validate", "report", "evaluate", "tracking")
+# Sections that training does not read, as those of plugins; a checkpoint knows nothing of them.
+OUTSIDE_TRAINING = ("validate", "report", "tracking")
 # Sections that another program has no use for.
 OF_FORGES_TRAINER = ("tokenizer", "tokenize", "model", "train")
 # How torchtitan, transformers (configs and TrainingArguments) and nanoGPT call keys, and what people
@@ -94,9 +97,6 @@ ALIASES = {
 MOST_KEYS_NAMED = 10  # of a section, in an error
 
 
-AnySection = TypeVar("AnySection", bound=Section)
-
-
 class Ids(Section):
     """Content ids of what a run reads; filled in when its config is resolved."""
 
@@ -113,7 +113,7 @@ class Ids(Section):
     """Name of the directory in `data/models/`, of `model.init`; empty without it."""
 
 
-class Config(Section):
+class Config(WithPlugins, Section):
     """Config of a run: data, model and hyperparameters, or a program. Nothing about machines."""
 
     RETIRED: ClassVar = {
@@ -141,7 +141,6 @@ class Config(Section):
     # The key in the file is `validate`; a field of that name would hide a method of pydantic.
     validation: ValidateSettings = Field(ValidateSettings(), alias="validate")
     report: Report = Report()
-    evaluate: Evaluate = Evaluate()
     tracking: Tracking = Tracking()
     ids: Ids | None = None
 
@@ -222,20 +221,14 @@ class Config(Section):
             )
         return self
 
-    @model_validator(mode="after")
-    def _evaluated_checkpoints_are_kept(self) -> Self:
-        evaluate, kept = self.evaluate, self.train.keep_every
-        if evaluate.tasks and self.program:
-            raise ValueError(
-                f"evaluate.tasks is {shown(evaluate.tasks)}, and only checkpoints of Forge's own trainer"
-                " can be evaluated: remove evaluate, or program"
-            )
-        if evaluate.tasks and evaluate.every and (not kept or evaluate.every % kept):
-            raise ValueError(
-                f"evaluate.every is {evaluate.every}, and such checkpoints are not kept: train.keep_every"
-                f" is {shown(kept)}; set it to {evaluate.every} or a divisor of it"
-            )
-        return self
+    def _check_of_plugins(self) -> None:
+        for key, section in self.of_plugins.items():
+            if self.program and section.IS_OF_TRAINER and section != type(section)():
+                raise ValueError(
+                    f"{key} is set, and it is for checkpoints of Forge's own trainer: remove {key}, or"
+                    " program"
+                )
+        hooks.check_config(self)
 
     @model_validator(mode="after")
     def _mix_fits_the_sources(self) -> Self:
@@ -298,7 +291,7 @@ class Config(Section):
         """Values of config.json: all but the sections that training does not read. With keys that were
         removed from the others: a run whose config.json says the same is not due again."""
         values = with_retired(type(self), self.to_json())
-        left_out = (*OUTSIDE_TRAINING, *self.RETIRED)
+        left_out = (*OUTSIDE_TRAINING, *self.of_plugins, *self.RETIRED)
         return {key: value for key, value in values.items() if key not in left_out}
 
 
@@ -447,12 +440,13 @@ def _meant(unknown: str, where: str, valid: list[str]) -> str:
 def _fields(section: type[BaseModel]) -> dict[str, Any]:
     """Type of each field by its key in files; a Section class for a section, by tag where there are
     several."""
+    of_plugins = hooks.sections() if hasattr(section, "of_plugins") else {}
     return {
         field.alias or name: tagged_sections(field.annotation)
         or section_of(field.annotation)
         or field.annotation
         for name, field in getattr(section, "model_fields", {}).items()
-    }
+    } | of_plugins
 
 
 def is_boolean(section: type[Section], dotted: str) -> bool:

@@ -18,6 +18,14 @@ from forge.core.section import with_retired
 # On which the last bits of a result may depend; preflight compares them between nodes.
 PACKAGES = ("torch", "tokenizers", "numpy", "pydantic", "blake3")
 
+# In digests of configs at their defaults since commit 81f9dc7, when they were sections of the kernel.
+SECTIONS_OF_PLUGINS = {
+    "evaluate": {
+        **dict.fromkeys(("include_path", "num_fewshot", "limit", "every")),
+        **{"tasks": [], "batch_size": 8},
+    }
+}
+
 
 def config_digest(config: ResolvedConfig) -> str:
     """Digest of a run's config, without its name, directories and sections that training does not read,
@@ -28,7 +36,7 @@ def config_digest(config: ResolvedConfig) -> str:
 def trained_values(values: dict[str, Any]) -> dict[str, Any]:
     """Values of a config that `config_digest` digests, in whatever file they are recorded. Keys that were
     removed are among them, at their defaults: the digests that people have stay true."""
-    values = with_retired(Config, values)
+    values = {**SECTIONS_OF_PLUGINS, **with_retired(Config, values)}
     ids = {name: content_id for name, content_id in values["ids"].items() if content_id}
     left_out = (*FOLDERS, "tracking")
     return {key: value for key, value in {**values, "ids": ids}.items() if key not in left_out}

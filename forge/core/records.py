@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from forge.core.errors import DataError, OtherFormat
 from forge.core.files import MAX_SMALL_JSON_BYTES, RelativePath, read_object, write_json
 from forge.core.process import Process
-from forge.core.service_settings import Evaluate, Report, Tracking, ValidateSettings
+from forge.core.section import WithPlugins
+from forge.core.service_settings import Report, Tracking, ValidateSettings
 
 
 class RecordPart(BaseModel):
@@ -177,7 +178,7 @@ class ControllerState(Record):
     """Events that `notify.command` has been called for."""
 
 
-class RunSettings(Record):
+class RunSettings(WithPlugins, Record):
     """.snakemake/forge/RUN.….json: the sections of a run's config that one rule reads and its config.json
     does not hold, so that changing them trains nothing again. The option --settings names the file.
 
@@ -189,7 +190,6 @@ class RunSettings(Record):
     # As in Config: a field named `validate` would hide a method of pydantic.
     validation: ValidateSettings = Field(ValidateSettings(), alias="validate")
     report: Report = Report()
-    evaluate: Evaluate = Evaluate()
     tracking: Tracking = Tracking()
     jobs: dict[str, dict[str, Any]] = {}
     """For training, what the profile gives the rule of each kind of job that the launcher submits, as
@@ -486,25 +486,6 @@ class Validation(Validated):
 # --- evaluation ------------------------------------------------------------------------------------
 
 
-class SubmittedJob(Record):
-    """evaluations/step-….job.json, certificates/step-….job.json: the job that was submitted to evaluate
-    this checkpoint, or to train the steps up to it again."""
-
-    job: str
-    """Empty until sbatch has answered."""
-
-
-class EvaluationData(Record):
-    """evaluations/data.json: the data of these tasks is in the cache of `datasets`."""
-
-    harness: str
-    """Version of lm-eval."""
-    task_files: str
-    """Digest of the files in evaluate.include_path; empty without them."""
-    documents: dict[str, int]
-    """Task -> number of documents."""
-
-
 class Score(RecordPart):
     """One metric of one task, or of a group of tasks."""
 
@@ -548,17 +529,6 @@ class Evaluation(Record):
     precision: str
     seconds: float
     versions: dict[str, str]
-
-
-class Evaluations(Record):
-    """evaluation.json: the scores of the last checkpoint, and of every k-th one (evaluate.every)."""
-
-    run: str
-    step: int
-    """Step of the last checkpoint."""
-    evaluate: Evaluate
-    evaluations: list[Evaluation]
-    """Evaluations in the order of steps; the last is of `step`."""
 
 
 Status = Literal["ok", "warn", "fail"]

@@ -5,18 +5,25 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
     Tag,
+    ValidationError,
     ValidationInfo,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
+from forge.core import hooks
 from forge.core.values import shown
 
 # Marks keys that may change when a run resumes. A checkpoint is bound to all other keys of model and
@@ -97,6 +104,9 @@ class Section(BaseModel):
     BOUND: ClassVar[tuple[str, ...] | None] = None
     """Keys that may not change when a run resumes; None: all that are not marked FREE."""
 
+    IS_OF_TRAINER: ClassVar[bool] = False
+    """Of a plugin's section: whether another training program has no use for it."""
+
     RETIRED: ClassVar[Mapping[str, Retired]] = {}
     """Keys of earlier versions: dropped at their default, which files of these versions name, else
     refused by name."""
@@ -127,6 +137,64 @@ class Section(BaseModel):
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("Input should fit into 64 bits")
         return value
+
+
+AnySection = TypeVar("AnySection", bound=Section)
+
+
+class WithPlugins(BaseModel):
+    """Base of what holds sections of plugins beside its own keys: config.yaml, and settings of a run.
+    They are in its JSON only where they are set."""
+
+    _of_plugins: dict[str, Section] = PrivateAttr(default_factory=dict)
+
+    def of(self, section: type[AnySection]) -> AnySection:
+        """The section of a plugin, with its defaults where it is not set."""
+        found = (one for one in self._of_plugins.values() if isinstance(one, section))
+        return next(found, None) or section()
+
+    @property
+    def of_plugins(self) -> dict[str, Section]:
+        """The sections of plugins that are set, by key."""
+        return dict(self._of_plugins)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_plugins(cls, values: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
+        own = {field.alias or name for name, field in cls.model_fields.items()}
+        others = values.keys() - own if isinstance(values, dict) else set()
+        # Ranks, whose configs have no such section, look for no plugin.
+        of_plugins = {key: hooks.sections()[key] for key in others if key in hooks.sections()}
+        if not of_plugins:
+            return read(values)
+        found: dict[str, Section] = {}
+        errors: list[Any] = []
+        for key, section in of_plugins.items():
+            try:
+                found[key] = section.model_validate(values[key])
+            except ValidationError as err:
+                errors += [{**detail, "loc": (key, *detail["loc"])} for detail in err.errors()]
+        try:
+            made = read({key: value for key, value in values.items() if key not in of_plugins})
+        except ValidationError as err:
+            errors = [*err.errors(), *errors]
+        if errors:
+            raise ValidationError.from_exception_data(cls.__name__, errors)
+        made._of_plugins.update(found)
+        made._check_of_plugins()
+        return made
+
+    def _check_of_plugins(self) -> None:
+        """Check sections of plugins together with the others. Raises ValueError."""
+
+    @model_serializer(mode="wrap")
+    def _also_of_plugins(
+        self, own: SerializerFunctionWrapHandler, info: SerializationInfo
+    ) -> dict[str, Any]:
+        values: dict[str, Any] = own(self)
+        for key, section in self._of_plugins.items():
+            values[key] = section.model_dump(mode=info.mode, exclude_unset=info.exclude_unset)
+        return values
 
 
 def section_of(annotation: Any) -> type[Section] | None:

@@ -1,12 +1,12 @@
-"""Sections that training does not read: `validate`, `report`, `evaluate` and `tracking`."""
+"""Sections that training does not read: `validate`, `report` and `tracking`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from forge.core.section import FilePath, Section
+from forge.core.section import Section
 
 Text = Annotated[str, Field(min_length=1, max_length=128)]
 
@@ -28,42 +28,6 @@ class Report(Section):
     """The model completes each prompt; report and `forge show` have the samples."""
     sample_tokens: int = Field(40, ge=1, le=1024)
     """Tokens to generate per prompt. The model sees the last train.seq_len tokens only."""
-
-
-class Evaluate(Section):
-    """Tasks of the lm-evaluation-harness for a run's checkpoints. Needs `make setup EXTRAS=evaluate`."""
-
-    BOUND = ()
-
-    tasks: list[Annotated[str, Field(min_length=1, max_length=256)]] = Field(
-        default=[], max_length=256
-    )
-    """Names of tasks, groups or tags (`lm-eval ls tasks` lists them), such as hellaswag; []: none."""
-    include_path: FilePath | None = None
-    """Directory of your own tasks, YAML files as the harness reads them; they go before its own."""
-    num_fewshot: int | None = Field(None, ge=0)
-    """Examples before each question; null: as each task has it."""
-    limit: int | None = Field(None, ge=1)
-    """Only the first so many documents of each task, for tests; null: all."""
-    batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = 8
-    """Requests in a forward pass; `auto`: the most that fit, which the harness tries out."""
-    every: int | None = Field(None, ge=1)
-    """Also score every checkpoint whose step is a multiple of this, under Slurm as jobs during training.
-    Itself a multiple of train.keep_every; null: the last checkpoint only."""
-
-    @field_validator("tasks")
-    @classmethod
-    def _each_once(cls, tasks: list[str]) -> list[str]:
-        if twice := sorted({task for task in tasks if tasks.count(task) > 1}):
-            raise ValueError(f"{', '.join(twice)} is named more than once")
-        return tasks
-
-    @field_validator("batch_size", mode="before")
-    @classmethod
-    def _is_batch_size(cls, value: Any) -> Any:
-        if value != "auto" and not (str(value).isdecimal() and int(value) >= 1):
-            raise ValueError("must be auto, or a number of requests, 1 or more")
-        return value
 
 
 class Wandb(Section):

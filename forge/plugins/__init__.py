@@ -1,1 +1,1 @@
-"""Plugins: what a run can do without, a folder for each."""
+"""Plugins: what a run can do without, a folder for each, which can be deleted. docs/plugins/README.md."""

@@ -15,6 +15,7 @@ from typing import Any
 from forge.checkpoint.directory import refuse_link
 from forge.checkpoint.family import with_steps
 from forge.checkpoint.resume import is_checkpoint
+from forge.core import hooks
 from forge.core.config import (
     FOLDERS,
     OUTSIDE_TRAINING,
@@ -35,9 +36,9 @@ from forge.core.values import shown
 from forge.data.model import with_pretrained
 from forge.reporting.find_runs import project_folder
 
-# What a run's own config.json never decides, since it is executed or opened. `evaluate` and `tracking`,
-# which it should not have, hold modules and addresses.
-OF_THE_USER = ("program.validate", "program.source", "program.inputs", "evaluate", "tracking")
+# What a run's own config.json never decides, since it is executed or opened. `tracking` and sections of
+# plugins, which it should not have, hold modules and addresses.
+OF_THE_USER = ("program.validate", "program.source", "program.inputs", "tracking")
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def trusted(
     if writes and of_project is None:
         _refuse_links(run)
     known = _of_file(file, run) if file else of_project
-    values = known.to_json() if known else _without(own, (*OF_THE_USER, "data"))
+    values = known.to_json() if known else _without(own, (*OF_THE_USER, *hooks.sections(), "data"))
     if known is None:
         values["data"] = project_folder("data")
         _say_what_is_not_used(run, why, [*_unused(own, values, overrides, needed)])
@@ -109,11 +110,11 @@ def trusted_data(run: RunPaths, file: str | None, *, writes: bool = False) -> st
 
 
 def training_settings(named: str, config: ResolvedConfig, overrides: dict[str, Any]) -> RunSettings:
-    """Trackers and evaluations for training by the config that a user names: those of that config, and
-    for a run's config.json, which has none, of the project's."""
+    """Trackers and sections of plugins for training by the config that a user names: those of that
+    config, and for a run's config.json, which has none, of the project's."""
     if run := directory_of(named):
-        config = trusted(run, None, overrides, "tracking", "evaluate", writes=False).config
-    return RunSettings(tracking=config.tracking, evaluate=config.evaluate)
+        config = trusted(run, None, overrides, "tracking", *hooks.sections(), writes=False).config
+    return RunSettings(tracking=config.tracking, **config.of_plugins)
 
 
 # --- the config of the project --------------------------------------------------------------------
@@ -194,7 +195,7 @@ def _unused(
         value = value.get(name) if name and isinstance(value, dict) else value
         if any(f"{given}.".startswith(f"{key}.") for given in overrides):
             continue
-        if section in OUTSIDE_TRAINING:  # a config.json never has them
+        if section in (*OUTSIDE_TRAINING, *hooks.sections()):  # a config.json never has them
             yield key
         elif value and value != used.get(key):
             yield f"{key} {shown(value)}"

@@ -17,7 +17,7 @@ from forge.cluster.placement import (
     find_placement,
     shrunk_layout,
 )
-from forge.core import events
+from forge.core import events, hooks
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DiskFull, Exit, ForgeError, TrainingError, UnfitError
 from forge.core.machine import Machine
@@ -36,7 +36,6 @@ from forge.launch.launcher import (
 from forge.launch.rank_records import NO_RECORD, RankRecord
 from forge.preflight.preflight import recheck
 from forge.run import crash_loop, requeue
-from forge.run.during_training import checkpoint_jobs
 from forge.run.programs import TrainingProgram, program_of
 from forge.staging.stage import remove_staged, stage_record
 from forge.tracking.feed_process import tracked
@@ -86,7 +85,7 @@ def train(
             say(f"{paths.root} is complete at step {step}: nothing to train")
             remove_staged(staged, paths.root.name, placement)
             return _write_trained(program, step)
-        with tracked(paths, settings.tracking), checkpoint_jobs(paths, settings, config.data):
+        with tracked(paths, settings.tracking), hooks.while_training(paths, settings, config.data):
             try:
                 record = _train_until_it_ends(program, start, placement, step)
             finally:

@@ -14,6 +14,7 @@ from jsonschema import Draft202012Validator
 from support.clone import Project
 from support.live_run import forge
 from support.past import Past, compares_bits, digest, flip_a_bit
+from support.repository import REPOSITORY
 
 from forge.attestation import verify
 from forge.attestation.certificate import Reproduction
@@ -21,8 +22,7 @@ from forge.core.files import read_json
 
 NewProject = Callable[[str], Project]
 KEYS = ("--key=author.pub", "--certifier=certifier.pub")
-ROOT = Path(__file__).parents[2]
-SCHEMA = Draft202012Validator(read_json(ROOT / "docs/certificate.schema.json"))
+SCHEMA = Draft202012Validator(read_json(REPOSITORY / "docs/certificate.schema.json"))
 
 
 @pytest.fixture

@@ -73,5 +73,5 @@ def test_a_queued_job_finds_its_runs_and_its_settings(project_of, past, monkeypa
     }
     assert provenance.config_digest(runs["queued"]) == recorded["config_digest"]
     settings = RunSettings.read(project.root / ".snakemake/forge/queued.settings.json")
-    assert settings.evaluate.tasks == []
+    assert settings.sections["evaluate"]["tasks"] == []
     assert Request.from_json(settings.jobs["evaluate_run"]).partition == "main"

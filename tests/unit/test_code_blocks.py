@@ -35,7 +35,11 @@ pytestmark = pytest.mark.tools
 
 RULES = {
     name
-    for path in (ROOT / "workflow/Snakefile", *ROOT.glob("workflow/rules/*.smk"))
+    for path in (
+        ROOT / "workflow/Snakefile",
+        *ROOT.glob("workflow/rules/*.smk"),
+        *ROOT.glob("forge/plugins/*/*.smk"),
+    )
     for name in re.findall(r"^rule (\w+):", path.read_text(), re.MULTILINE)
 }
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]

@@ -13,6 +13,7 @@ import pytest
 from support.each import failures, hold_for_each
 from support.repository import REPOSITORY as ROOT
 
+from forge.core import hooks
 from forge.core.config import Config
 from forge.core.machine import Machine
 
@@ -251,7 +252,12 @@ def used() -> set[str]:
     folders = (ROOT / "tests/slurm", ROOT / "tests/gpu", ROOT / "tools")
     tests = used_in_python([path for folder in folders for path in folder.rglob("*.py")])
     found |= {name for name in tests if name.startswith("FORGE_")}
-    shell = [ROOT / "Makefile", *(ROOT / "tools").glob("*.sh"), *(ROOT / "workflow").rglob("*.smk")]
+    shell = [
+        ROOT / "Makefile",
+        *(ROOT / "tools").glob("*.sh"),
+        *(ROOT / "workflow").rglob("*.smk"),
+        *(ROOT / "forge").rglob("*.smk"),
+    ]
     for path in shell:
         text = path.read_text()
         found |= {name for match in IN_SHELL.findall(text) for name in match if name}
@@ -337,7 +343,7 @@ def keys_of_sections() -> dict[str, set[str]]:
         for model in (Config(), Machine())
         for name, value in model.model_dump(mode="json", by_alias=True).items()
         if isinstance(value, dict)
-    }
+    } | {key: set(section.model_fields) for key, section in hooks.sections().items()}
 
 
 def test_keys_that_are_named_exist() -> None:
@@ -373,7 +379,8 @@ def test_architecture_names_every_module_and_no_other():
         f"{package}/{name}" for package, cell in rows for name in re.findall(r"`([\w/]+)`", cell)
     }
     modules = (path.relative_to(ROOT / "forge") for path in (ROOT / "forge").glob("*/**/*.py"))
-    there = {str(module.with_suffix("")) for module in modules}
+    # Those of plugins are on the pages of plugins.
+    there = {str(m.with_suffix("")) for m in modules if m.parts[0] != "plugins"}
     assert listed == {name for name in there if not name.endswith("__init__")}
     for path in re.findall(r"`(\w+/[\w/]+\.(?:py|smk))`", text):
         assert (ROOT / path).exists() or (ROOT / "forge" / path).exists(), path
@@ -395,5 +402,5 @@ def test_page_of_the_gpu_lists_every_check_and_no_other() -> None:
 
 def test_no_page_advises_to_unpickle_a_file():
     """`python -m pickle` runs what is in it; `-m pickletools` only shows it."""
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("*/README.md")]
     assert [page.name for page in pages if "-m pickle " in page.read_text()] == []

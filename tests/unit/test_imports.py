@@ -21,7 +21,7 @@ import forge
 FOLDER = Path(forge.__file__).parent
 # In the order of the rule. Modules beside them (cli, workflow, …) start Forge and may import every one.
 PACKAGES = (
-    *("core", "cluster", "data", "launch", "checkpoint", "trainer", "tracking", "plugins"),
+    *("core", "cluster", "data", "launch", "checkpoint", "trainer", "tracking"),
     *("staging", "preflight", "validation", "run", "reporting", "attestation", "controller"),
     "commands",
 )
@@ -130,6 +130,17 @@ def modules_named(tree: list[ast.AST]) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, name.name) for name in node.names)
 
 
+def running(trees: Trees) -> Trees:
+    """The trees without what is below `if TYPE_CHECKING:`, which no process imports."""
+    kept: Trees = {}
+    for module, tree in trees.items():
+        tests = (node for node in tree if isinstance(node, ast.If))
+        typing = [n for n in tests if isinstance(n.test, ast.Name) and n.test.id == "TYPE_CHECKING"]
+        below = {id(node) for test in typing for node in ast.walk(test)}
+        kept[module] = [node for node in tree if id(node) not in below]
+    return kept
+
+
 def modules_imported(module: str, trees: Trees) -> dict[str, int]:
     """The modules, not packages, of forge that a module imports, with the line."""
     return {name: line for line, name in imports(module, trees) if name in trees}
@@ -160,7 +171,7 @@ def test_page_of_the_architecture_shows_this_order() -> None:
 
 
 def test_every_folder_is_a_package_of_the_rule() -> None:
-    assert {path.parent.name for path in FOLDER.glob("*/__init__.py")} == set(PACKAGES)
+    assert {path.parent.name for path in FOLDER.glob("*/__init__.py")} == {*PACKAGES, "plugins"}
 
 
 def imports_to_the_right(trees: Trees) -> list[str]:
@@ -190,6 +201,42 @@ def test_import_of_a_package_to_the_right_is_found() -> None:
         "forge/core/words.py:4: imports trainer.loop; core may import core",
         "forge/data/files.py:2: imports launch.device; data may import core, cluster, data",
         "forge/data/files.py:3: imports cli; data may import core, cluster, data",
+    ]
+
+
+def imports_of_plugins(trees: Trees) -> list[str]:
+    """Imports of a plugin by the kernel, or by another plugin."""
+    return [
+        f"{at(module, line)}: imports {name}; only that plugin itself may"
+        for module in trees
+        for line, name in imports(module, trees)
+        if name.partition(".")[0] == "plugins" and plugin_of(name) != plugin_of(module)
+    ]
+
+
+def plugin_of(module: str) -> str:
+    """`evaluation` of plugins.evaluation.tasks; "" for a module of the kernel."""
+    package, _, name = module.partition(".")
+    return name.partition(".")[0] or "?" if package == "plugins" else ""
+
+
+def test_kernel_imports_no_plugin_and_a_plugin_no_other() -> None:
+    none_of(imports_of_plugins(TREES))
+
+
+def test_import_of_a_plugin_is_found() -> None:
+    trees = planted(
+        cli="from forge.plugins.pages import report\nfrom forge.plugins import pages",
+        plugins__pages__report="from forge.plugins.pages import charts\nfrom forge import workflow",
+        plugins__pages__charts="from forge.plugins.site.words import x",
+    )
+    assert imports_of_plugins(trees) == [
+        *["forge/cli.py:1: imports plugins.pages; only that plugin itself may"],
+        *["forge/cli.py:1: imports plugins.pages.report; only that plugin itself may"],
+        *["forge/cli.py:2: imports plugins; only that plugin itself may"],
+        *[
+            "forge/plugins/pages/charts.py:1: imports plugins.site.words; only that plugin itself may"
+        ],
     ]
 
 
@@ -241,7 +288,7 @@ def circles(trees: Trees) -> list[str]:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    none_of(circles(TREES))
+    none_of(circles(running(TREES)))
 
 
 def test_every_circle_is_found() -> None:
@@ -251,8 +298,10 @@ def test_every_circle_is_found() -> None:
         core__c="from forge.core.a import x",
         data__d="import forge.data.d",
         data__e="import forge.core.a",
+        data__f="from forge.data import g",
+        data__g="if TYPE_CHECKING:\n    from forge.data import f",
     )
-    found = circles(trees)
+    found = circles(running(trees))
     assert len(found) == 2 and "a circle: forge/data/d.py:1 imports data.d" in found
     [long] = [circle for circle in found if "core" in circle]
     for step in ("core/a.py:1 imports core.b", "core/b.py:2 imports core.c"):
@@ -319,7 +368,7 @@ def names_of_two_modules(modules: list[str]) -> list[str]:
 
 
 def test_a_module_has_a_name_of_its_own() -> None:
-    none_of(names_of_two_modules([*TREES]))
+    none_of(names_of_two_modules([name for name in TREES if not plugin_of(name)]))
 
 
 def test_name_of_two_modules_is_found() -> None:

@@ -12,7 +12,6 @@ from support.repository import REPOSITORY
 
 from forge import workflow
 from forge.cluster.placement import WorldLayout
-from forge.cluster.sbatch import Request
 from forge.core import events
 from forge.core.config import Config, Ids, checked, load_config
 from forge.core.errors import ConfigError, UnfitError
@@ -50,7 +49,6 @@ def test_settings_of_a_rule_change_with_what_it_depends_on_and_nothing_else(run)
     sections = {
         "config_run": changed(run, "train", max_steps=7),
         "validate_run": changed(run, "report", sample_tokens=4),
-        "evaluate_run": changed(run, "evaluate", tasks=["words"]),
     }
     for rule in sections:
         differs = {
@@ -65,12 +63,11 @@ def test_settings_of_a_rule_change_with_what_it_depends_on_and_nothing_else(run)
 
 
 def test_jobs_read_their_sections_from_the_settings_of_their_rule(run):
-    run = changed(changed(run, "evaluate", tasks=["words"]), "validation", depth="load")
+    run = changed(run, "validation", depth="load")
     run = changed(run, "report", prompts=["5", "a b", "{", "'"])
-    config, sections = settings(run, "config_run"), {}
-    for rule in ("validate_run", "evaluate_run"):
-        sections |= RunSettings.read(settings(run, rule)).sections
-    assert sections.keys() == {"validate", "report", "evaluate"}
+    config = settings(run, "config_run")
+    sections = RunSettings.read(settings(run, "validate_run")).sections
+    assert sections.keys() == {"validate", "report"}
     assert load_config(str(config), sections).to_json() == run.to_json()
 
 
@@ -92,11 +89,6 @@ def test_only_settings_that_an_output_was_not_made_with_are_newer_than_the_outpu
     outputs = {
         "config_run": (paths.config, paths.config, run.training_json()),
         "validate_run": (paths.validated, paths.validation, {"settings": run.validation_json()}),
-        "evaluate_run": (
-            paths.evaluations / "data.json",
-            paths.evaluation,
-            {"evaluate": run.to_json()["evaluate"]},
-        ),
     }
     for rule, (output, record, values) in outputs.items():
         made(output, {})
@@ -229,16 +221,6 @@ def test_memory_of_validation_of_another_program_is_that_of_the_profile():
     assert workflow.validation_mem_mb(config, 2, {}) == workflow.PROGRAM_MB
 
 
-def resources(**of_evaluation):
-    """Snakemake's ResourceSettings, of a profile that sets these for evaluate_run."""
-    defaults = {"slurm_account": "lab", "slurm_partition": "cpu", "mem_mb": 4000, "runtime": 60}
-    return SimpleNamespace(
-        default_resources=defaults,
-        overwrite_resources={"evaluate_run": of_evaluation},
-        overwrite_threads={"evaluate_run": SimpleNamespace(raw="8")},  # a Resource of Snakemake
-    )
-
-
 ALLOCATION = SimpleNamespace(
     machine=Machine(slurm={"exclude": ["n8"]}),
     resources=lambda name: {"slurm_partition": "gpu", "gres": "gpu:2", "nodes": 2, "machine": "x"},
@@ -246,34 +228,8 @@ ALLOCATION = SimpleNamespace(
 )
 
 
-def keep(run, settings, *, submits=True):
-    """What is kept for the jobs of the launcher."""
-    workflow.keep_settings(
-        *({run.run: run}, ALLOCATION, settings, lambda name: 5000), submits=submits
-    )
-    found = RunSettings.read(settings_file(run.run))
-    assert found.evaluate == run.evaluate
-    return {rule: Request.from_json(values) for rule, values in found.jobs.items()}
-
-
-def kept(run, settings, *, submits=True):
-    requests = keep(changed(run, "evaluate", tasks=["words"]), settings, submits=submits)
-    return list(requests["evaluate_run"].options) if submits else requests
-
-
-def test_jobs_during_training_ask_for_what_the_profile_gives_evaluate_run(run):
-    gpu = {"slurm_partition": "gpu", "gres": "gpu:1", "mem_mb": "90000", "runtime": 120}
-    assert kept(run, resources(**gpu)) == [
-        *("-A", "lab", "-p", "gpu", "-t", "120", "--mem", "90000"),
-        *("--cpus-per-task=8", "--gres=gpu:1"),
-    ]
-    of_the_model = " ".join(kept(run, resources()))
-    assert "-p cpu " in of_the_model and "--mem 5000 " in of_the_model
-    assert kept(run, resources(), submits=False) == {}
-
-
 def test_settings_are_in_the_project_and_not_beside_the_results(run):
-    keep(run, resources())
+    workflow.keep_settings({run.run: run}, None, lambda name: 5000, submits=False)
     assert settings_file(run.run).exists() and not RunPaths.of(run).root.exists()
 
 

@@ -1,7 +1,6 @@
-# Results of a trained run: an independent validation, evaluation, export and a report.
+# Results of a trained run: an independent validation, export and a report.
 localrules:
     report_run,
-    evaluate_data,
     compare_runs,
 
 
@@ -78,57 +77,10 @@ rule reproduce_run:
         " --minutes=$(({resources.runtime:q} / 4))"
 
 
-# On this machine, since nodes of a cluster have no internet: the data of the tasks, into the cache of
-# Hugging Face's `datasets`.
-rule evaluate_data:
-    input:
-        config=f"{FORGE.results}/{{run}}/config.json",
-        settings=FORGE.settings_of("evaluate_run"),
-        tasks=FORGE.task_files_of,
-    output:
-        f"{FORGE.results}/{{run}}/evaluations/data.json",
-    log:
-        f"{FORGE.results}/{{run}}/logs/evaluate_data.log",
-    conda:
-        "../envs/forge.yaml"
-    params:
-        config=FORGE.settings_of("config_run"),
-    shell:
-        "exec forge evaluate {params.config:q} --settings={input.settings:q} --download --log={log:q}"
-
-
-# Not part of `train`: the last checkpoint, and what jobs during training have not evaluated.
-rule evaluate_run:
-    input:
-        config=f"{FORGE.results}/{{run}}/config.json",
-        trained=f"{FORGE.results}/{{run}}/trained.json",
-        data=f"{FORGE.results}/{{run}}/evaluations/data.json",
-        settings=FORGE.settings_of("evaluate_run"),
-        tasks=FORGE.task_files_of,
-    output:
-        f"{FORGE.results}/{{run}}/evaluation.json",
-    log:
-        f"{FORGE.results}/{{run}}/logs/evaluate.log",
-    conda:
-        "../envs/forge.yaml"
-    resources:
-        # As much as validation needs. set-resources of the profile wins.
-        mem_mb=FORGE.validation_mem_mb,
-    params:
-        config=FORGE.settings_of("config_run"),
-    shell:
-        "exec forge evaluate {params.config:q} --settings={input.settings:q} --log={log:q}"
-
-
 rule compare_runs:
     input:
-        FORGE.files_of(
-            [run for run in FORGE.runs if run not in FORGE.failed], "validated.json"
-        ),
-        FORGE.files_of(
-            [run for run in FORGE.evaluated if run not in FORGE.failed],
-            "evaluation.json",
-        ),
+        FORGE.files_of(FORGE.runs.keys() - FORGE.failed.keys(), "validated.json"),
+        FORGE.wanted_files("compare", FORGE.runs.keys() - FORGE.failed.keys()),
         FORGE.settings["compare_runs"][FORGE.comparison],
     output:
         report(

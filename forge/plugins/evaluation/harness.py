@@ -11,8 +11,8 @@ import torch
 from forge.core.errors import DataError
 from forge.core.files import digest_bytes
 from forge.core.records import Score
-from forge.core.service_settings import Evaluate
 from forge.core.terminal import say
+from forge.plugins.evaluation.settings import Evaluate
 from forge.trainer import numerics
 
 if TYPE_CHECKING:

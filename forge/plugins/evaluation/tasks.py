@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from forge.core.errors import ConfigError, ForgeError, UnfitError
 from forge.core.files import canonical, digest_bytes, digest_file, disk_trouble
 from forge.core.paths import RunPaths
-from forge.core.records import EvaluationData
-from forge.core.service_settings import Evaluate
 from forge.core.terminal import say
+from forge.plugins.evaluation.records import EvaluationData
+from forge.plugins.evaluation.settings import Evaluate
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from forge.core.errors import DataError
-from forge.core.service_settings import Evaluate
 from forge.plugins.evaluation import harness
+from forge.plugins.evaluation.settings import Evaluate
 
 pytestmark = pytest.mark.all
 

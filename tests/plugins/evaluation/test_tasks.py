@@ -10,8 +10,8 @@ import pytest
 
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.paths import RunPaths
-from forge.core.service_settings import Evaluate
 from forge.plugins.evaluation import tasks
+from forge.plugins.evaluation.settings import Evaluate
 
 pytestmark = pytest.mark.all
 

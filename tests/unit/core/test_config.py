@@ -294,33 +294,3 @@ def test_keys_that_were_removed_are_refused_where_they_are_set(key, unset, value
     with pytest.raises(ConfigError) as error:
         config_of(**{key: value})
     assert instead in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("keep_every", "every"), [(None, 100), (200, 100), (30, 100)], ids=["none", "more", "other"]
-)
-def test_evaluated_checkpoints_that_are_not_kept_are_refused_by_key_and_value(keep_every, every):
-    values = {"evaluate.tasks": ["words"], "evaluate.every": every, "train.keep_every": keep_every}
-    with pytest.raises(ConfigError, match=f"evaluate.every is {every}.* is {keep_every}; set it"):
-        config_of(**values)
-    assert config_of(**{**values, "train.keep_every": 50}).evaluate.every == every
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"tasks": ["a", "b", "a"]}, "a is named more than once"),
-        ({"batch_size": "many"}, "must be auto, or a number of requests"),
-        ({"batch_size": 0}, "must be auto, or a number of requests"),
-        ({"limit": 0}, "greater than or equal to 1"),
-    ],
-)
-def test_settings_of_an_evaluation_that_cannot_be_meant_are_refused(values, said):
-    with pytest.raises(ConfigError, match=said):
-        checked(Config, {"evaluate": values}, "config.yaml")
-
-
-def test_tasks_for_the_checkpoints_of_another_program_are_refused():
-    values = {"program": {"command": ["python", "train.py"]}, "evaluate": {"tasks": ["words"]}}
-    with pytest.raises(ConfigError, match="only checkpoints of Forge's own trainer"):
-        checked(Config, values, "config.yaml")

@@ -19,10 +19,11 @@ from forge.core.config import Config
 from forge.core.errors import UnfitError
 from forge.core.files import digest_file, read_json
 from forge.core.paths import tokenizer_folder
-from forge.core.records import Evaluation, Evaluations, Score
-from forge.core.service_settings import Evaluate
+from forge.core.records import Evaluation, Score
 from forge.data.tokenizer import load_tokenizer
 from forge.plugins.evaluation import evaluate as evaluation
+from forge.plugins.evaluation.records import Evaluations
+from forge.plugins.evaluation.settings import Evaluate
 from forge.reporting.compare import comparison, to_json
 from forge.trainer.models.decoder import Decoder, make_decoder
 

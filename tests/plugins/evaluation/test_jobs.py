@@ -15,10 +15,11 @@ from forge.cluster.sbatch import Request
 from forge.core.config import Config, apply_overrides, checked
 from forge.core.files import write_json
 from forge.core.paths import RunPaths
-from forge.core.records import RunSettings, SubmittedJob
-from forge.core.service_settings import Evaluate
-from forge.run import during_training
-from forge.run.during_training import EvaluationJobs, checkpoint_jobs
+from forge.core.records import RunSettings
+from forge.plugins.evaluation import jobs
+from forge.plugins.evaluation.jobs import EvaluationJobs, checkpoint_jobs
+from forge.plugins.evaluation.records import SubmittedJob
+from forge.plugins.evaluation.settings import Evaluate
 
 OPTIONS = ["--partition=gpu", "--gres=gpu:1", "--time=60"]
 EVERY = Evaluate(tasks=["words", "more words"], include_path="my tasks", every=10)
@@ -36,7 +37,7 @@ SETTINGS = RunSettings(evaluate=EVERY, jobs=JOBS)
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     """A run in a Slurm job, whose checkpoints at 10 and 20 are evaluated."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(during_training, "POLL_SEC", 0.01)
+    monkeypatch.setattr(jobs, "POLL_SEC", 0.01)
     return RunPaths(tmp_path / "base")
 
 
@@ -167,5 +168,5 @@ def test_job_has_the_resources_of_the_profile_and_nothing_of_the_rule_that_train
     assert words[4:9] == [sys.executable, "-m", "forge", "evaluate", str(folder)]
     options = cli._overrides(words[9:])[0]
     assert options.pop("data") == "my data"
-    told = checked(Config, apply_overrides({}, options), "the job").evaluate
+    told = checked(Config, apply_overrides({}, options), "the job").of(Evaluate)
     assert told == EVERY.model_copy(update={"every": None})

@@ -17,12 +17,14 @@ from forge.cluster.sbatch import Request, batch_line
 from forge.core.errors import ForgeError
 from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.process import user_threads
-from forge.core.records import RunSettings, SubmittedJob
+from forge.core.records import RunSettings
 from forge.core.terminal import say
 from forge.core.values import as_cell
+from forge.plugins.evaluation.flow import RULE
+from forge.plugins.evaluation.records import SubmittedJob
+from forge.plugins.evaluation.settings import Evaluate
 
 POLL_SEC = 10.0
-EVALUATION = "evaluate_run"  # the rule whose resources in the profile the jobs have
 # Variables of the rule that trains, removed for the job: it is not a part of the workflow.
 OF_THE_RULE = ("FORGE_IN_WORKFLOW", "FORGE_SUBMITTED", "OMP_NUM_THREADS")
 
@@ -40,7 +42,7 @@ class EvaluationJobs:
     def of(cls, paths: RunPaths, settings: RunSettings, data: str) -> Self | None:
         """The jobs that the config asks for; None where it asks for none, and without Slurm. data: the
         directory with the run's tokenizer."""
-        evaluate, request = settings.evaluate, settings.jobs.get(EVALUATION)
+        evaluate, request = settings.of(Evaluate), settings.jobs.get(RULE)
         if not (evaluate.tasks and evaluate.every and request):
             return None
         # With the tasks, since the job trusts nothing that stands beside the results.

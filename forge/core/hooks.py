@@ -1,0 +1,197 @@
+"""Hooks: what a plugin adds to a run, and the typed functions by which the kernel asks for it.
+
+A plugin is a folder `forge/plugins/NAME`; functions in its `hooks.py` that are marked with `hook`
+implement some of `Hooks`. Plugins are found by listing these files, so a deleted folder is an absent
+plugin and no error. They are called in order of their names. None is looked for before it is asked for:
+ranks have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from forge.core.config import Config, ResolvedConfig
+    from forge.core.paths import RunPaths
+    from forge.core.records import RunSettings
+    from forge.core.section import Section
+
+PROJECT = "forge"
+FOLDER = Path(__file__).parents[1] / "plugins"
+hook = pluggy.HookimplMarker(PROJECT)
+_specified = pluggy.HookspecMarker(PROJECT)
+
+
+class Hooks:
+    """Specification of all hooks. An error of a hook ends the command like one of the kernel's own."""
+
+    @_specified
+    def sections(self) -> dict[str, type[Section]]:
+        """Sections of config.yaml by key, read by `config.of(CLASS)`. Training does not read them."""
+        raise NotImplementedError
+
+    @_specified
+    def check_config(self, config: Config) -> None:
+        """Check a config that has a section of a plugin. Raises ValueError."""
+
+    @_specified
+    def check_run(self, config: Config, where: str) -> None:
+        """Check, before a run is planned or works, what this machine has. where: of the config, for an
+        error. Raises ForgeError."""
+
+    @_specified
+    def add_subcommands(self, subcommands: Any) -> None:
+        """Add to the `commands.subcommands.Subcommands` of `forge`."""
+
+    @_specified
+    def rule_file(self) -> Path:
+        """A file of Snakemake rules, which use the object FORGE (`forge.flow.Flow`)."""
+        raise NotImplementedError
+
+    @_specified
+    def rules_on_nodes(self) -> Sequence[str]:
+        """Rules whose jobs start Snakemake once: those that run a `forge` command and nothing else."""
+        raise NotImplementedError
+
+    @_specified
+    def rules_here(self) -> Sequence[str]:
+        """Rules that need the internet, or what nodes may not see: run where the user's command is."""
+        raise NotImplementedError
+
+    @_specified
+    def rule_settings(self, config: ResolvedConfig) -> Mapping[str, Any]:
+        """Rule -> its `workflow.RuleSettings` for this run."""
+        raise NotImplementedError
+
+    @_specified
+    def wanted_files(self, config: ResolvedConfig, target: str) -> Sequence[str]:
+        """Files, relative to the run's directory, that a target of the workflow asks for besides its
+        own. target: such as train."""
+        raise NotImplementedError
+
+    @_specified
+    def check_targets(self, runs: Mapping[str, ResolvedConfig], targets: Sequence[str]) -> None:
+        """Check the targets of a command, before Snakemake plans it. Raises ForgeError."""
+
+    @_specified
+    def check_plan(
+        self, runs: Mapping[str, ResolvedConfig], rules: Mapping[str, Sequence[str]]
+    ) -> None:
+        """Check what will be run, before anything is submitted. rules: rule -> names of runs, of the jobs
+        that are due. Raises ForgeError."""
+
+    @_specified
+    def job_requests(self, settings: Any, mem_mb: int) -> Mapping[str, dict[str, Any]]:
+        """Rule -> `Request.to_json` of the jobs that are submitted while a run trains. settings:
+        Snakemake's ResourceSettings. mem_mb: memory that the run's model needs."""
+        raise NotImplementedError
+
+    @_specified
+    def while_training(
+        self, paths: RunPaths, settings: RunSettings, data: str
+    ) -> AbstractContextManager[None]:
+        """Work beside a run while the body trains it, in the launcher, which holds the run's lock. data:
+        the directory with the run's tokenizer. Raises nothing."""
+        raise NotImplementedError
+
+
+@cache
+def _call() -> Any:
+    """The hooks of all plugins, by name."""
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(Hooks)
+    # pluggy calls the last one that was registered first.
+    for name in reversed(names()):
+        manager.register(import_module(f"forge.plugins.{name}.hooks"), name)
+    return manager.hook
+
+
+@cache
+def names() -> tuple[str, ...]:
+    """Names of the plugins that are here."""
+    return tuple(sorted(path.parent.name for path in FOLDER.glob("*/hooks.py")))
+
+
+def _merged(found: list[Mapping[str, Any]]) -> dict[str, Any]:
+    return {key: value for one in found for key, value in one.items()}
+
+
+def _listed(found: list[Sequence[str]]) -> list[str]:
+    return [value for one in found for value in one]
+
+
+@cache
+def sections() -> dict[str, type[Section]]:
+    """Sections of plugins by key."""
+    return _merged(_call().sections())
+
+
+def check_config(config: Config) -> None:
+    """Raise ValueError for a config that a plugin refuses."""
+    _call().check_config(config=config)
+
+
+def check_run(config: Config, where: str) -> None:
+    """Raise ForgeError for a run that cannot work here."""
+    _call().check_run(config=config, where=where)
+
+
+def add_subcommands(subcommands: Any) -> None:
+    """Add the subcommands of plugins."""
+    _call().add_subcommands(subcommands=subcommands)
+
+
+def rule_files() -> list[str]:
+    """The files of Snakemake rules of plugins."""
+    return [str(path) for path in _call().rule_file()]
+
+
+def rules_on_nodes() -> list[str]:
+    """Rules of plugins whose jobs start Snakemake once."""
+    return _listed(_call().rules_on_nodes())
+
+
+def rules_here() -> list[str]:
+    """Rules of plugins that run where the user's command is."""
+    return _listed(_call().rules_here())
+
+
+def rule_settings(config: ResolvedConfig) -> dict[str, Any]:
+    """Rule -> `workflow.RuleSettings` of plugins."""
+    return _merged(_call().rule_settings(config=config))
+
+
+def wanted_files(config: ResolvedConfig, target: str) -> list[str]:
+    """Files of a run that plugins add to a target."""
+    return _listed(_call().wanted_files(config=config, target=target))
+
+
+def check_targets(runs: Mapping[str, ResolvedConfig], targets: Sequence[str]) -> None:
+    """Raise ForgeError for a target that has nothing to do."""
+    _call().check_targets(runs=runs, targets=targets)
+
+
+def check_plan(runs: Mapping[str, ResolvedConfig], rules: Mapping[str, Sequence[str]]) -> None:
+    """Raise ForgeError for a plan that a plugin refuses."""
+    _call().check_plan(runs=runs, rules=rules)
+
+
+def job_requests(settings: Any, mem_mb: int) -> dict[str, dict[str, Any]]:
+    """Rule -> request of the jobs that plugins submit while a run trains."""
+    return _merged(_call().job_requests(settings=settings, mem_mb=mem_mb))
+
+
+@contextmanager
+def while_training(paths: RunPaths, settings: RunSettings, data: str) -> Iterator[None]:
+    """Let plugins work beside a run while the body trains it."""
+    with ExitStack() as stack:
+        for beside in _call().while_training(paths=paths, settings=settings, data=data):
+            stack.enter_context(beside)
+        yield

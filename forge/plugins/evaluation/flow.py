@@ -1,0 +1,47 @@
+"""Rules of evaluation: which runs they are for, and what they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from forge.cluster.allocation import plain
+from forge.cluster.sbatch import Request
+from forge.core.config import ResolvedConfig
+from forge.core.errors import ConfigError
+from forge.core.files import read_object_or_empty
+from forge.core.paths import RunPaths
+from forge.plugins.evaluation.settings import Evaluate
+from forge.workflow import RuleSettings, of_profile
+
+RULE = "evaluate_run"  # its resources in the profile are also those of the jobs during training
+
+
+def evaluated(runs: Mapping[str, ResolvedConfig]) -> list[str]:
+    """Names of the runs with tasks, for the target `evaluate`. Raises ConfigError without any."""
+    names = [name for name, run in runs.items() if run.of(Evaluate).tasks]
+    if not names:
+        raise ConfigError(
+            f"nothing to evaluate: evaluate.tasks is [] for {', '.join(runs)}",
+            fix="set it in config/config.yaml, such as `evaluate: {tasks: [hellaswag]}`",
+        )
+    return names
+
+
+def rule_settings(config: ResolvedConfig) -> RuleSettings:
+    """The settings of evaluate_run, and of the download of the tasks' data, which is older."""
+    paths = RunPaths.of(config)
+    evaluate = read_object_or_empty(paths.evaluation).get("evaluate")
+    made_with = None if evaluate is None else {"evaluate": evaluate}
+    sections = {"evaluate": config.of(Evaluate).model_dump(mode="json")}
+    name = f"{config.run}.evaluate"
+    return RuleSettings.of_sections(name, sections, paths.evaluation_data, made_with)
+
+
+def request(settings: Any, mem_mb: int) -> Request:
+    """The request of a job that evaluates a checkpoint during training. settings: Snakemake's
+    ResourceSettings. mem_mb: memory where the profile has none."""
+    own, given = settings.overwrite_resources.get(RULE, {}), of_profile(RULE, settings)
+    threads = plain(settings.overwrite_threads.get(RULE)) or 1
+    asked = given if "mem_mb" in own else {**given, "mem_mb": mem_mb}
+    return Request.of_rule(RULE, asked, threads)
