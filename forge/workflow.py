@@ -61,10 +61,10 @@ from forge.core.records import RunSettings, SubmitCheck, WorkflowRuns
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve, single_corpora
+from forge.plugins.tracking.tracker import refuse_missing_packages
 from forge.reporting.workflow_output import print_end
 from forge.run import cost, train
 from forge.run.programs import program_of
-from forge.tracking.tracker import refuse_missing_packages
 from forge.validation.estimates import BASE_BYTES, training_bytes
 
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.

@@ -102,9 +102,9 @@ def _preflight(options: argparse.Namespace) -> None:
 def _train(options: argparse.Namespace) -> None:
     from forge.core.paths import RunPaths, place_logs
     from forge.launch.rank import refuse_left_over
+    from forge.plugins.tracking.tracker import refuse_missing_packages
     from forge.reporting.trusted import training_settings
     from forge.run.train import train
-    from forge.tracking.tracker import refuse_missing_packages
 
     refuse_left_over()
     config, machine = resolved_config_of(options), machine_of(options)

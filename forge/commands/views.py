@@ -85,9 +85,9 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _sync(options: argparse.Namespace) -> None:
+    from forge.plugins.tracking.feed import sync
     from forge.reporting.find_runs import find_runs
     from forge.reporting.trusted import trusted
-    from forge.tracking.feed import sync
 
     runs = find_runs(options.runs, with_config=True)
     sync([(run, trusted(run, options.its_config, {}, "tracking").config.tracking) for run in runs])

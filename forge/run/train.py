@@ -34,11 +34,11 @@ from forge.launch.launcher import (
     wait_for_orphans,
 )
 from forge.launch.rank_records import NO_RECORD, RankRecord
+from forge.plugins.tracking.feed_process import tracked
 from forge.preflight.preflight import recheck
 from forge.run import crash_loop, requeue
 from forge.run.programs import TrainingProgram, program_of
 from forge.staging.stage import remove_staged, stage_record
-from forge.tracking.feed_process import tracked
 
 # Before each start after the disk was full.
 DISK_WAIT_SEC = (30.0, 120.0)

@@ -21,7 +21,7 @@ import forge
 FOLDER = Path(forge.__file__).parent
 # In the order of the rule. Modules beside them (cli, workflow, …) start Forge and may import every one.
 PACKAGES = (
-    *("core", "cluster", "data", "launch", "checkpoint", "trainer", "tracking"),
+    *("core", "cluster", "data", "launch", "checkpoint", "trainer"),
     *("staging", "preflight", "validation", "run", "reporting", "attestation", "controller"),
     "commands",
 )

@@ -77,7 +77,7 @@ def own_tokenizer(project: Project) -> None:
 PREPARE = {
     "SECURITY.md": their_run,
     "docs/plugins/evaluation.md": own_tasks,
-    "docs/tracking.md": a_tracker,
+    "docs/plugins/tracking.md": a_tracker,
     "docs/families.md": families,
     "config/README.md": own_tokenizer,
 }

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 from forge.core.errors import UnfitError
 from forge.core.records import Sent
 from forge.core.service_settings import Wandb
-from forge.tracking.rows import StepRow
-from forge.tracking.tracker import TrackedRun
+from forge.plugins.tracking.rows import StepRow
+from forge.plugins.tracking.tracker import TrackedRun
 
 REACH_SEC = 5.0
 NO_KEY = "there is no API key (WANDB_API_KEY, or `wandb login`)"

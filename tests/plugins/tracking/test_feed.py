@@ -20,8 +20,8 @@ from forge.core.paths import RunPaths, settings_file
 from forge.core.provenance import config_digest
 from forge.core.records import Sent
 from forge.core.service_settings import Tracking, Wandb
+from forge.plugins.tracking import feed, feed_process, to_wandb, tracker
 from forge.run import train
-from forge.tracking import feed, feed_process, to_wandb, tracker
 from forge.trainer import metrics
 from forge.trainer.metrics import EvalLine
 
@@ -174,7 +174,7 @@ def test_sync_while_another_process_sends_names_it(paths, sync):
 
 HANGS = """
 import sys, time
-from forge.tracking import feed
+from forge.plugins.tracking import feed
 class Hangs:
     def open(self, run, sent): time.sleep(3600)
 feed.trackers_of = lambda *_: {"tensorboard": Hangs()}

@@ -7,8 +7,8 @@ from typing import Any
 
 from forge.core.records import Sent
 from forge.core.service_settings import Mlflow
-from forge.tracking.rows import StepRow
-from forge.tracking.tracker import TrackedRun
+from forge.plugins.tracking.rows import StepRow
+from forge.plugins.tracking.tracker import TrackedRun
 
 # Limits of a request, mlflow.utils.validation: MAX_METRICS_PER_BATCH, MAX_PARAMS_TAGS_PER_BATCH,
 # MAX_PARAM_VAL_LENGTH.

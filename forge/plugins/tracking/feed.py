@@ -1,4 +1,4 @@
-"""The process that sends the numbers of a run to its trackers: `python -m forge.tracking.feed RUN`.
+"""The process that sends the numbers of a run to its trackers: `python -m forge.plugins.tracking.feed RUN`.
 
 The first line of its standard input has the section `tracking`, whose addresses may hold a password: the
 words of a command are seen by all users of the node. It ends when all is sent after its standard input
@@ -26,11 +26,11 @@ from forge.core.process import stop_with_parent
 from forge.core.records import Sent
 from forge.core.service_settings import Tracking
 from forge.core.terminal import begin_log, say, without_passwords, write
-from forge.tracking.rows import Rows
-from forge.tracking.to_mlflow import MLflow
-from forge.tracking.to_tensorboard import TensorBoard
-from forge.tracking.to_wandb import WeightsAndBiases
-from forge.tracking.tracker import (
+from forge.plugins.tracking.rows import Rows
+from forge.plugins.tracking.to_mlflow import MLflow
+from forge.plugins.tracking.to_tensorboard import TensorBoard
+from forge.plugins.tracking.to_wandb import WeightsAndBiases
+from forge.plugins.tracking.tracker import (
     TrackedRun,
     Tracker,
     missing_packages,

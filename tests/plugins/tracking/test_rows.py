@@ -8,7 +8,7 @@ from support.recorded_run import RecordedRun
 
 from forge.core import events
 from forge.core.paths import RunPaths
-from forge.tracking.rows import Rows
+from forge.plugins.tracking.rows import Rows
 from forge.trainer import metrics
 from forge.trainer.metrics import EvalLine, StepLine, TrainLine
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from forge.core.files import disk_trouble, fsync_folder
 from forge.core.records import Sent
-from forge.tracking.rows import StepRow
-from forge.tracking.tracker import TrackedRun
+from forge.plugins.tracking.rows import StepRow
+from forge.plugins.tracking.tracker import TrackedRun
 
 
 class TensorBoard:

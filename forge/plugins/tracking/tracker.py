@@ -14,7 +14,7 @@ from forge.core.paths import RunPaths
 from forge.core.provenance import config_digest
 from forge.core.records import Sent
 from forge.core.service_settings import Tracking
-from forge.tracking.rows import StepRow
+from forge.plugins.tracking.rows import StepRow
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import pytest
 from forge.core.paths import RunPaths
 from forge.core.records import Sent
 from forge.core.service_settings import Wandb
-from forge.tracking.to_wandb import WeightsAndBiases
-from forge.tracking.tracker import TrackedRun
+from forge.plugins.tracking.to_wandb import WeightsAndBiases
+from forge.plugins.tracking.tracker import TrackedRun
 
 OFFLINE, NEW = "offline-run-20250101_000000-abcd1234", "offline-run-20250102_000000-abcd1234"
 

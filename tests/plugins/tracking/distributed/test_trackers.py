@@ -18,7 +18,9 @@ from support.wandb_server import wandb_server
 
 from forge.core import json_lines
 from forge.core.files import read_object_or_empty
-from forge.tracking import feed_process
+from forge.plugins.tracking import feed_process
+
+pytestmark = pytest.mark.all
 
 
 def sent(run, name):

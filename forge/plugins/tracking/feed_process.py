@@ -15,8 +15,8 @@ from forge.core.paths import RunPaths
 from forge.core.records import Sent
 from forge.core.service_settings import Tracking
 from forge.core.terminal import say
-from forge.tracking.feed import sent_file
-from forge.tracking.tracker import missing_packages
+from forge.plugins.tracking.feed import sent_file
+from forge.plugins.tracking.tracker import missing_packages
 
 # After training, the process has this long to send the rest.
 FINISH_SEC = 30.0
@@ -58,7 +58,7 @@ def _installed(tracking: Tracking) -> Tracking:
 
 
 def _start(paths: RunPaths, tracking: Tracking) -> subprocess.Popen[bytes] | None:
-    command = [sys.executable, "-m", "forge.tracking.feed", str(paths.root)]
+    command = [sys.executable, "-m", "forge.plugins.tracking.feed", str(paths.root)]
     try:
         paths.logs.mkdir(parents=True, exist_ok=True)
         # What libraries say of an address may have its password.
