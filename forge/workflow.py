@@ -61,7 +61,6 @@ from forge.core.records import RunSettings, SubmitCheck, WorkflowRuns
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve, single_corpora
-from forge.plugins.tracking.tracker import refuse_missing_packages
 from forge.reporting.workflow_output import print_end
 from forge.run import cost, train
 from forge.run.programs import program_of
@@ -165,7 +164,6 @@ def read_runs(
     runs = {name: resolve(config) for name, config in family.with_steps(configs).items()}
     shared_folders(runs)
     for name, config in runs.items():
-        refuse_missing_packages(config.tracking, f"run {name}")
         hooks.check_run(config, f"run {name}")
     warnings = _check_starts(runs)
     for line in warnings if main else ():
@@ -314,11 +312,11 @@ def keep_settings(
     *,
     submits: bool,
 ) -> None:
-    """Write what each run has of trackers, plugins and jobs during training, for the rule that trains it.
+    """Write what plugins need of each run while it trains, for the rule that trains it.
     settings: Snakemake's ResourceSettings. memory: of a run's model, in MB."""
     for name, config in runs.items():
         requests = hooks.job_requests(settings, memory(name)) if submits else {}
-        kept = RunSettings(tracking=config.tracking, jobs=requests, **config.of_plugins)
+        kept = RunSettings(jobs=requests, **config.of_plugins)
         kept.write(settings_file(name))
 
 

@@ -22,6 +22,7 @@ from forge.commands.subcommands import (
     machine_options,
     settings_option,
 )
+from forge.core import hooks
 from forge.core.terminal import say
 
 
@@ -102,14 +103,13 @@ def _preflight(options: argparse.Namespace) -> None:
 def _train(options: argparse.Namespace) -> None:
     from forge.core.paths import RunPaths, place_logs
     from forge.launch.rank import refuse_left_over
-    from forge.plugins.tracking.tracker import refuse_missing_packages
     from forge.reporting.trusted import training_settings
     from forge.run.train import train
 
     refuse_left_over()
     config, machine = resolved_config_of(options), machine_of(options)
     layout = fitting_layout_of(options, machine, config)
-    refuse_missing_packages(config.tracking, options.config)
+    hooks.check_run(config, options.config, trains=True)
     place_logs(RunPaths.of(config))
     settings = settings_of(options) or training_settings(options.config, config, options.overrides)
     train(config, machine, layout, settings, require_checkpoint=options.require_checkpoint)

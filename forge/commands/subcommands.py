@@ -93,5 +93,5 @@ def settings_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--settings",
         metavar="FILE",
-        help="of the workflow: sections validate, report, evaluate and tracking of the run's config",
+        help="of the workflow: sections validate, report and those of plugins of the run's config",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from forge.commands.subcommands import RUNS, Subcommands, its_config_option
+from forge.commands.subcommands import RUNS, Subcommands
 
 
 def add_views(subcommands: Subcommands) -> None:
@@ -27,11 +27,6 @@ def add_views(subcommands: Subcommands) -> None:
     compare.add_argument("--json", action="store_true", help="print JSON")
     compare.add_argument("--html", metavar="FILE", type=Path, help="write a page instead")
     compare.add_argument("--log", metavar="FILE", help="also append all messages to FILE")
-    sync = subcommands.plain(
-        "sync", _sync, "send to the trackers what they have not been sent", keys=False
-    )
-    sync.add_argument("runs", nargs="+", metavar="RUN", help="directories or names of runs")
-    its_config_option(sync)
 
 
 def _logs_options(parser: argparse.ArgumentParser) -> None:
@@ -82,12 +77,3 @@ def _compare(options: argparse.Namespace) -> None:
     from forge.reporting.find_runs import find_runs
 
     compare(find_runs(options.runs, with_config=True), as_json=options.json, page=options.html)
-
-
-def _sync(options: argparse.Namespace) -> None:
-    from forge.plugins.tracking.feed import sync
-    from forge.reporting.find_runs import find_runs
-    from forge.reporting.trusted import trusted
-
-    runs = find_runs(options.runs, with_config=True)
-    sync([(run, trusted(run, options.its_config, {}, "tracking").config.tracking) for run in runs])

@@ -41,7 +41,7 @@ from forge.core.section import (
     with_retired,
     without_retired,
 )
-from forge.core.service_settings import Report, Tracking, ValidateSettings
+from forge.core.service_settings import Report, ValidateSettings
 from forge.core.tokenize_settings import TOKEN_FORMATS, SourceName, Tokenize, Tokenizer
 from forge.core.train_settings import Train
 from forge.core.values import describe, read_cell, read_text, read_yaml, shown
@@ -54,7 +54,7 @@ HUB_PARENT = "hub:"
 # Keys that do not change what is trained; the config digest leaves them out.
 FOLDERS = ("run", "results", "data")
 # Sections that training does not read, as those of plugins; a checkpoint knows nothing of them.
-OUTSIDE_TRAINING = ("validate", "report", "tracking")
+OUTSIDE_TRAINING = ("validate", "report")
 # Sections that another program has no use for.
 OF_FORGES_TRAINER = ("tokenizer", "tokenize", "model", "train")
 # How torchtitan, transformers (configs and TrainingArguments) and nanoGPT call keys, and what people
@@ -141,7 +141,6 @@ class Config(WithPlugins, Section):
     # The key in the file is `validate`; a field of that name would hide a method of pydantic.
     validation: ValidateSettings = Field(ValidateSettings(), alias="validate")
     report: Report = Report()
-    tracking: Tracking = Tracking()
     ids: Ids | None = None
 
     @field_validator("results", "data")

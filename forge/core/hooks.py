@@ -42,9 +42,15 @@ class Hooks:
         """Check a config that has a section of a plugin. Raises ValueError."""
 
     @_specified
-    def check_run(self, config: Config, where: str) -> None:
-        """Check, before a run is planned or works, what this machine has. where: of the config, for an
-        error. Raises ForgeError."""
+    def check_run(self, config: Config, where: str, trains: bool) -> None:
+        """Check, before a run is planned, or trains here, what this machine has. where: of the config,
+        for an error. Raises ForgeError."""
+
+    @_specified
+    def run_files(self) -> Sequence[str]:
+        """Names of files and directories in that of a run into which commands write besides its
+        training."""
+        raise NotImplementedError
 
     @_specified
     def add_subcommands(self, subcommands: Any) -> None:
@@ -138,9 +144,14 @@ def check_config(config: Config) -> None:
     _call().check_config(config=config)
 
 
-def check_run(config: Config, where: str) -> None:
-    """Raise ForgeError for a run that cannot work here."""
-    _call().check_run(config=config, where=where)
+def check_run(config: Config, where: str, *, trains: bool = False) -> None:
+    """Raise ForgeError for a run that cannot work here. trains: now, by `forge train`."""
+    _call().check_run(config=config, where=where, trains=trains)
+
+
+def run_files() -> list[str]:
+    """Names of what plugins have in the directory of a run."""
+    return _listed(_call().run_files())
 
 
 def add_subcommands(subcommands: Any) -> None:

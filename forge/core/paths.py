@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from forge.core import hooks
 from forge.core.config import Config
 from forge.core.errors import UnfitError
 from forge.core.files import disk_trouble, short_id
@@ -141,7 +142,7 @@ class _Below:
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Everything in `results/{run}/`, whoever makes it, but for the locks. Snakemake outputs: config,
+    """Everything in `results/{run}/` but the locks and what plugins make. Snakemake outputs: config,
     trained, validated, report, exported, reproduced, evaluation."""
 
     root: Path
@@ -185,11 +186,7 @@ class RunPaths:
     )  # of checkpoints whose steps were trained again
     bad_nodes = _Below("bad_nodes.txt")  # nodes that the next submission excludes, one per line
     monitor = _Below("monitor")  # the load of each node, in a file of its name
-    tracking = _Below("tracking", extended=True)  # what each tracker has been sent
-    tensorboard = _Below("tensorboard", extended=True)
-    wandb = _Below("wandb", extended=True)
     logs = _Below("logs")
-    tracking_log = _Below("logs/tracking.txt")  # no *.log: its errors are none of the run
     launches = _Below(".launch")  # files between launcher and ranks, in a directory per launch
     heartbeats = _Below(".launch/heartbeats")  # of the ranks of another program
     stop = _Below("STOP")  # a file of this name stops training
@@ -199,7 +196,8 @@ class RunPaths:
     def extended(self) -> list[Path]:
         """Files and directories that commands about a run write into; others are replaced by new ones."""
         entries = [entry for entry in vars(RunPaths).values() if isinstance(entry, _Below)]
-        return [self.root / entry.name for entry in entries if entry.is_extended]
+        names = [entry.name for entry in entries if entry.is_extended]
+        return [self.root / name for name in (*names, *hooks.run_files())]
 
     def evaluation_at(self, step: int) -> Path:
         """The scores of the checkpoint at this step."""

@@ -25,6 +25,7 @@ SECTIONS_OF_PLUGINS = {
         **{"tasks": [], "batch_size": 8},
     }
 }
+NEVER_DIGESTED = "tracking"  # which was a section of the kernel, too
 
 
 def config_digest(config: ResolvedConfig) -> str:
@@ -38,7 +39,7 @@ def trained_values(values: dict[str, Any]) -> dict[str, Any]:
     removed are among them, at their defaults: the digests that people have stay true."""
     values = {**SECTIONS_OF_PLUGINS, **with_retired(Config, values)}
     ids = {name: content_id for name, content_id in values["ids"].items() if content_id}
-    left_out = (*FOLDERS, "tracking")
+    left_out = (*FOLDERS, NEVER_DIGESTED)
     return {key: value for key, value in {**values, "ids": ids}.items() if key not in left_out}
 
 

@@ -17,7 +17,7 @@ from forge.core.errors import DataError, OtherFormat
 from forge.core.files import MAX_SMALL_JSON_BYTES, RelativePath, read_object, write_json
 from forge.core.process import Process
 from forge.core.section import WithPlugins
-from forge.core.service_settings import Report, Tracking, ValidateSettings
+from forge.core.service_settings import Report, ValidateSettings
 
 
 class RecordPart(BaseModel):
@@ -190,7 +190,6 @@ class RunSettings(WithPlugins, Record):
     # As in Config: a field named `validate` would hide a method of pydantic.
     validation: ValidateSettings = Field(ValidateSettings(), alias="validate")
     report: Report = Report()
-    tracking: Tracking = Tracking()
     jobs: dict[str, dict[str, Any]] = {}
     """For training, what the profile gives the rule of each kind of job that the launcher submits, as
     `Request.to_json`, by rule; {} without Slurm."""
@@ -273,27 +272,6 @@ class StageRecord(Record):
     def interpreter(self) -> str:
         """The Python for the ranks: the one that `stage.project` copied, else this process's."""
         return self.python or sys.executable
-
-
-# --- trackers --------------------------------------------------------------------------------------
-
-
-class Sent(Record):
-    """tracking/NAME.json: what this tracker has been sent."""
-
-    FIX = "remove it: everything is then sent again, to a new run of the tracker"
-
-    id: str = Field(pattern=r"^[0-9a-f]{8}$")
-    """Id of the tracked run, the same over all restarts."""
-    step: int = -1
-    """All rows up to this step are sent."""
-    complete: bool = False
-    """Nothing was left to send when the sending process ended."""
-    folder: str = ""
-    """Name of the directory in which the tracker records until it is finished, if what is there is lost
-    with its process; else empty."""
-    before: int = -1
-    """`step` when that directory was begun."""
 
 
 # --- the environment of a launch --------------------------------------------------------------------

@@ -36,9 +36,9 @@ from forge.core.values import shown
 from forge.data.model import with_pretrained
 from forge.reporting.find_runs import project_folder
 
-# What a run's own config.json never decides, since it is executed or opened. `tracking` and sections of
-# plugins, which it should not have, hold modules and addresses.
-OF_THE_USER = ("program.validate", "program.source", "program.inputs", "tracking")
+# What a run's own config.json never decides, since it is executed or opened. Nor sections of plugins,
+# which it should not have: they hold modules and addresses.
+OF_THE_USER = ("program.validate", "program.source", "program.inputs")
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ def trusted_data(run: RunPaths, file: str | None, *, writes: bool = False) -> st
 
 
 def training_settings(named: str, config: ResolvedConfig, overrides: dict[str, Any]) -> RunSettings:
-    """Trackers and sections of plugins for training by the config that a user names: those of that
+    """Sections of plugins for training by the config that a user names: those of that
     config, and for a run's config.json, which has none, of the project's."""
     if run := directory_of(named):
-        config = trusted(run, None, overrides, "tracking", *hooks.sections(), writes=False).config
-    return RunSettings(tracking=config.tracking, **config.of_plugins)
+        config = trusted(run, None, overrides, *hooks.sections(), writes=False).config
+    return RunSettings(**config.of_plugins)
 
 
 # --- the config of the project --------------------------------------------------------------------
@@ -159,7 +159,8 @@ def _of_project(run: RunPaths, own: dict[str, Any]) -> tuple[Config | None, str]
 
 def _of_training(values: dict[str, Any]) -> dict[str, Any]:
     """The values in the config digest, without the ids, which name files and nothing to execute."""
-    return {k: v for k, v in values.items() if k not in (*FOLDERS, *OUTSIDE_TRAINING, "ids")}
+    left_out = (*FOLDERS, *OUTSIDE_TRAINING, *hooks.sections(), "ids")
+    return {k: v for k, v in values.items() if k not in left_out}
 
 
 def _differences(one: Any, other: Any, key: str = "") -> Iterator[str]:

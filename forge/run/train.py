@@ -34,7 +34,6 @@ from forge.launch.launcher import (
     wait_for_orphans,
 )
 from forge.launch.rank_records import NO_RECORD, RankRecord
-from forge.plugins.tracking.feed_process import tracked
 from forge.preflight.preflight import recheck
 from forge.run import crash_loop, requeue
 from forge.run.programs import TrainingProgram, program_of
@@ -85,7 +84,7 @@ def train(
             say(f"{paths.root} is complete at step {step}: nothing to train")
             remove_staged(staged, paths.root.name, placement)
             return _write_trained(program, step)
-        with tracked(paths, settings.tracking), hooks.while_training(paths, settings, config.data):
+        with hooks.while_training(paths, settings, config.data):
             try:
                 record = _train_until_it_ends(program, start, placement, step)
             finally:

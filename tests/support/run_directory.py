@@ -3,11 +3,13 @@
 from pathlib import Path
 
 from forge.cluster.lock import LOCK, WORKFLOW_LOCK
+from forge.core import hooks
 from forge.core.paths import RunPaths
 
 
 def unnamed(root: Path) -> set[str]:
-    """Names of files and directories of a run that RunPaths does not have."""
+    """Names of files and directories of a run that neither RunPaths nor a plugin has."""
     named = (getattr(attribute, "name", "") for attribute in vars(RunPaths).values())
     known = {name.partition("/")[0] for name in named}
-    return {path.name for path in root.iterdir()} - known - {LOCK, WORKFLOW_LOCK}
+    known |= {LOCK, WORKFLOW_LOCK, *hooks.run_files()}
+    return {path.name for path in root.iterdir()} - known

@@ -21,7 +21,10 @@ pytestmark = pytest.mark.tools
 
 PAGES = [
     *("README.md", "SECURITY.md", "config/labs/six-nodes/README.md"),
-    *(f"docs/{n}.md" for n in ("new-cluster", "environment", "troubleshooting", "gpu", "tracking")),
+    *(
+        f"docs/{n}.md"
+        for n in ("new-cluster", "environment", "troubleshooting", "gpu", "plugins/tracking")
+    ),
     *(
         "docs/plugins/evaluation.md",
         "docs/guarantees.md",

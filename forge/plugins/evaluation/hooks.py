@@ -34,8 +34,8 @@ def check_config(config: Config) -> None:
 
 
 @hook
-def check_run(config: Config, where: str) -> None:
-    if config.of(Evaluate).tasks:
+def check_run(config: Config, where: str, trains: bool) -> None:
+    if config.of(Evaluate).tasks and not trains:
         from forge.plugins.evaluation.tasks import refuse_missing_package
 
         refuse_missing_package(config.of(Evaluate), where)

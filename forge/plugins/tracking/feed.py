@@ -1,4 +1,4 @@
-"""The process that sends the numbers of a run to its trackers: `python -m forge.plugins.tracking.feed RUN`.
+"""Process that sends the numbers of a run to trackers: `python -m forge.plugins.tracking.feed RUN`.
 
 The first line of its standard input has the section `tracking`, whose addresses may hold a password: the
 words of a command are seen by all users of the node. It ends when all is sent after its standard input
@@ -23,10 +23,11 @@ from forge.cluster.lock import lock
 from forge.core.errors import ConfigError, ForgeError, UnfitError
 from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
-from forge.core.records import Sent
-from forge.core.service_settings import Tracking
 from forge.core.terminal import begin_log, say, without_passwords, write
+from forge.plugins.tracking.places import sent_folder
+from forge.plugins.tracking.records import Sent
 from forge.plugins.tracking.rows import Rows
+from forge.plugins.tracking.settings import Tracking
 from forge.plugins.tracking.to_mlflow import MLflow
 from forge.plugins.tracking.to_tensorboard import TensorBoard
 from forge.plugins.tracking.to_wandb import WeightsAndBiases
@@ -118,7 +119,7 @@ def _in_a_line(err: Exception) -> str:
 
 
 def sent_file(paths: RunPaths, name: str) -> Path:
-    return paths.tracking / f"{name}.json"
+    return sent_folder(paths) / f"{name}.json"
 
 
 def sync(runs: Sequence[tuple[RunPaths, Tracking]]) -> None:
@@ -133,7 +134,7 @@ def sync(runs: Sequence[tuple[RunPaths, Tracking]]) -> None:
     failed: list[ForgeError] = []
     for paths, tracking in runs:
         try:
-            with lock(paths.tracking, "sync"):
+            with lock(sent_folder(paths), "sync"):
                 failed += _send_rest(paths, tracking)
         except UnfitError as err:  # another process sends
             failed.append(err)
@@ -193,7 +194,7 @@ def main(run: str) -> int:
     threading.Thread(target=_wait_for_end, args=(is_over,), daemon=True).start()
     while True:
         try:
-            with lock(paths.tracking, "tracking"):
+            with lock(sent_folder(paths), "tracking"):
                 _send_all(paths, tracking, is_over, tell)
             return 0
         except (

@@ -12,10 +12,11 @@ from contextlib import contextmanager, suppress
 from forge.core.errors import ForgeError
 from forge.core.files import open_private
 from forge.core.paths import RunPaths
-from forge.core.records import Sent
-from forge.core.service_settings import Tracking
 from forge.core.terminal import say
 from forge.plugins.tracking.feed import sent_file
+from forge.plugins.tracking.places import log_file
+from forge.plugins.tracking.records import Sent
+from forge.plugins.tracking.settings import Tracking
 from forge.plugins.tracking.tracker import missing_packages
 
 # After training, the process has this long to send the rest.
@@ -62,7 +63,7 @@ def _start(paths: RunPaths, tracking: Tracking) -> subprocess.Popen[bytes] | Non
     try:
         paths.logs.mkdir(parents=True, exist_ok=True)
         # What libraries say of an address may have its password.
-        with open(paths.tracking_log, "a", opener=open_private) as log:
+        with open(log_file(paths), "a", opener=open_private) as log:
             child = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, start_new_session=True
             )

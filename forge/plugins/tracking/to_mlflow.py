@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from forge.core.records import Sent
-from forge.core.service_settings import Mlflow
+from forge.plugins.tracking.records import Sent
 from forge.plugins.tracking.rows import StepRow
+from forge.plugins.tracking.settings import Mlflow
 from forge.plugins.tracking.tracker import TrackedRun
 
 # Limits of a request, mlflow.utils.validation: MAX_METRICS_PER_BATCH, MAX_PARAMS_TAGS_PER_BATCH,

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from forge.core.files import disk_trouble, fsync_folder
-from forge.core.records import Sent
+from forge.plugins.tracking.places import tensorboard_folder
+from forge.plugins.tracking.records import Sent
 from forge.plugins.tracking.rows import StepRow
 from forge.plugins.tracking.tracker import TrackedRun
 
@@ -25,7 +26,7 @@ class TensorBoard:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._event = Event
-        self._folder = run.paths.tensorboard
+        self._folder = tensorboard_folder(run.paths)
         # The writer's thread would print a traceback, and fail without a reason.
         with disk_trouble(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)

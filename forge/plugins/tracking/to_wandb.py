@@ -10,9 +10,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from forge.core.errors import UnfitError
-from forge.core.records import Sent
-from forge.core.service_settings import Wandb
+from forge.plugins.tracking.places import wandb_folder
+from forge.plugins.tracking.records import Sent
 from forge.plugins.tracking.rows import StepRow
+from forge.plugins.tracking.settings import Wandb
 from forge.plugins.tracking.tracker import TrackedRun
 
 REACH_SEC = 5.0
@@ -40,7 +41,7 @@ class WeightsAndBiases:
 
         if wandb.run:  # of a first try, which failed later
             wandb.run.finish()
-        self._id, self._folder = sent.id, run.paths.wandb
+        self._id, self._folder = sent.id, wandb_folder(run.paths)
         self._offline = self._is_offline()
         self._run = wandb.init(
             dir=str(run.paths.root),

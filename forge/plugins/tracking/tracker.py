@@ -12,9 +12,9 @@ from forge.core.errors import ConfigError
 from forge.core.files import read_object
 from forge.core.paths import RunPaths
 from forge.core.provenance import config_digest
-from forge.core.records import Sent
-from forge.core.service_settings import Tracking
+from forge.plugins.tracking.records import Sent
 from forge.plugins.tracking.rows import StepRow
+from forge.plugins.tracking.settings import Tracking
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import write_json
 from forge.core.paths import RunPaths, settings_file
 from forge.core.provenance import config_digest
-from forge.core.records import Sent
-from forge.core.service_settings import Tracking, Wandb
-from forge.plugins.tracking import feed, feed_process, to_wandb, tracker
+from forge.plugins.tracking import feed, feed_process, places, to_wandb, tracker
+from forge.plugins.tracking.records import Sent
+from forge.plugins.tracking.settings import Tracking, Wandb
 from forge.run import train
 from forge.trainer import metrics
 from forge.trainer.metrics import EvalLine
@@ -157,15 +157,15 @@ def sync(paths, tmp_path):
 
 def test_sync_says_why_tensorboard_cannot_write(paths, sync):
     add(paths, 1)
-    paths.tensorboard.write_text("a file where the directory should be")
+    places.tensorboard_folder(paths).write_text("a file where the directory should be")
     done = sync()
     assert done.returncode == 69
-    assert f"tracking.tensorboard: cannot write {paths.tensorboard}" in done.stderr
+    assert f"tracking.tensorboard: cannot write {places.tensorboard_folder(paths)}" in done.stderr
     assert "Traceback" not in done.stderr and "internet" not in done.stderr
 
 
 def test_sync_while_another_process_sends_names_it(paths, sync):
-    with feed.lock(paths.tracking, "tracking"):
+    with feed.lock(places.sent_folder(paths), "tracking"):
         done = sync()
     assert done.returncode == 69 and str(os.getpid()) in done.stderr, done.stderr
 
@@ -230,7 +230,7 @@ def test_run_without_trackers_starts_no_process(paths):
     no_start = mock.patch.object(feed_process.subprocess, "Popen", side_effect=AssertionError)
     with no_start, feed_process.tracked(paths, Tracking()):
         pass
-    assert not paths.tracking.exists()
+    assert not places.sent_folder(paths).exists()
 
 
 # --- settings -------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def trained(tmp_path, monkeypatch):
 
     def made(*arguments):
         assert cli.main(["train", *arguments]) == 0
-        return given[-1].tracking.trackers
+        return given[-1].of(Tracking).trackers
 
     return made
 
@@ -289,7 +289,7 @@ def test_workflow_gives_each_run_its_trackers_in_a_file_for_the_owner_alone(trai
     tracking = {"mlflow": {"tracking_uri": address}}
     config = ResolvedConfig.model_validate({"run": "a", "ids": IDS, "tracking": tracking})
     resources = mock.Mock(overwrite_resources={}, overwrite_threads={}, default_resources=None)
-    workflow.keep_settings({"a": config}, None, resources, lambda run: 1, submits=False)
+    workflow.keep_settings({"a": config}, resources, lambda run: 1, submits=False)
     workflow.keep_for_jobs({"a": config}, {})
     holding = [path for path in tmp_path.rglob("*.json") if address in path.read_text()]
     assert len(holding) == 2 and {path.stat().st_mode & 0o777 for path in holding} == {0o600}
@@ -320,13 +320,13 @@ def test_password_of_an_address_is_in_no_message_and_in_no_word_of_a_command(pat
     ):
         pass
     assert "secret" in (paths.root / "given").read_text() and "secret" not in str(commands)
-    assert paths.tracking_log.stat().st_mode & 0o777 == 0o600
+    assert places.log_file(paths).stat().st_mode & 0o777 == 0o600
 
 
 def test_trackers_change_neither_the_digest_of_a_config_nor_what_trains(tmp_path):
     plain = ResolvedConfig.model_validate({"ids": IDS})
     tracked = ResolvedConfig.model_validate({"ids": IDS, "tracking": {"mlflow": {}}})
-    assert tracked.tracking.trackers == ("mlflow",)
+    assert tracked.of(Tracking).trackers == ("mlflow",)
     assert config_digest(plain) == config_digest(tracked)
     assert plain.of_training == tracked.of_training
     assert plain.training_json() == tracked.training_json()

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from forge.core.paths import RunPaths
-from forge.core.records import Sent
-from forge.core.service_settings import Wandb
+from forge.plugins.tracking.records import Sent
+from forge.plugins.tracking.settings import Wandb
 from forge.plugins.tracking.to_wandb import WeightsAndBiases
 from forge.plugins.tracking.tracker import TrackedRun
 

@@ -246,9 +246,7 @@ def test_error_of_a_tracker_is_no_error_of_the_run(run):
     train(run)
     run.event(happenings.stop("STOP file"))
     before = judged(run, None)
-    log(
-        run, run.paths.tracking_log.name, "forge train: wandb has no key\nTimeoutError: no answer\n"
-    )
+    log(run, "tracking.txt", "forge train: wandb has no key\nTimeoutError: no answer\n")
     assert judged(run, None) == before
     assert "no answer" not in str(logs.read_starts(run.paths))
 

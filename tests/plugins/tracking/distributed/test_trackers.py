@@ -24,7 +24,7 @@ pytestmark = pytest.mark.all
 
 
 def sent(run, name):
-    return read_object_or_empty(run.paths.tracking / f"{name}.json").get("step", -1)
+    return read_object_or_empty(run.paths.root / "tracking" / f"{name}.json").get("step", -1)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_tensorboard_has_each_step_once(tracked):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run, _, _ = tracked
-    reader = EventAccumulator(str(run.paths.tensorboard), size_guidance={"scalars": 0})
+    reader = EventAccumulator(str(run.paths.root / "tensorboard"), size_guidance={"scalars": 0})
     reader.Reload()
     points = reader.Scalars("train/loss")
     assert [point.step for point in points] == sorted(numbers(run, "loss"))
@@ -127,7 +127,7 @@ def test_wandb_has_each_step_once_under_one_id(tracked):
     assert len([row for row in rows if "train/loss" in row]) == len(losses)
     begun = [record.run for record in found if record.WhichOneof("record_type") == "run"]
     assert {one.run_id for one in begun} == {
-        read_object_or_empty(run.paths.tracking / "wandb.json")["id"]
+        read_object_or_empty(run.paths.root / "tracking" / "wandb.json")["id"]
     }
     assert {(one.project, one.display_name, *one.tags) for one in begun} == {
         ("tests", "tracked", "a", "b")
@@ -168,17 +168,17 @@ def test_sync_writes_all_of_it_again_where_the_files_of_tensorboard_were_removed
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run = tracked[0].copy(tmp_path / "tracked")
-    shutil.rmtree(run.paths.tensorboard)
+    shutil.rmtree(run.paths.root / "tensorboard")
     done = run.launch(sync(run, tmp_path, tensorboard=True)).end(400)
     assert done.code == 0, done.text
-    reader = EventAccumulator(str(run.paths.tensorboard), size_guidance={"scalars": 0})
+    reader = EventAccumulator(str(run.paths.root / "tensorboard"), size_guidance={"scalars": 0})
     reader.Reload()
     assert [p.step for p in reader.Scalars("train/loss")] == sorted(numbers(run, "loss"))
 
 
 def test_sync_gives_the_server_each_step_once_under_the_id_of_the_offline_run(tracked, tmp_path):
     run = tracked[0].copy(tmp_path / "tracked")
-    name = read_object_or_empty(run.paths.tracking / "wandb.json")["id"]
+    name = read_object_or_empty(run.paths.root / "tracking" / "wandb.json")["id"]
     steps = sorted(numbers(run, "loss"))
     with wandb_server() as server:
         environ = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "k" * 40}
