@@ -1,4 +1,4 @@
-"""Subcommands for a new project, its profile, and its workflow without a terminal."""
+"""Subcommands for a new project, and its workflow without a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forge.commands.subcommands import Subcommands
 
 
 def add_project(subcommands: Subcommands) -> None:
-    """A new project, its profile, and its workflow without a terminal."""
+    """Add the subcommands for a new project, and its workflow without a terminal."""
     init = subcommands.plain(
         "init",
         _init,
@@ -17,14 +17,6 @@ def add_project(subcommands: Subcommands) -> None:
         keys=False,
     )
     init.add_argument("folder", metavar="DIR", type=Path, help="a directory that is not there yet")
-    _profile_options(
-        subcommands.plain(
-            "profile",
-            _profile,
-            "write a profile for this cluster, from what its Slurm says",
-            keys=False,
-        )
-    )
     submit = subcommands.plain(
         "submit", _submit, "run a Snakemake command as a Slurm job of its own", keys=False
     )
@@ -44,30 +36,10 @@ def add_project(subcommands: Subcommands) -> None:
     subcommands.hidden("controller", _controller, "what the job of `forge submit` runs")
 
 
-def _profile_options(parser: argparse.ArgumentParser) -> None:
-    option = parser.add_argument
-    option("name", metavar="NAME", nargs="?", default="", help="directory to make in profiles/")
-    option(
-        "--partition", metavar="NAME", default="", help="of training (default: with the best GPUs)"
-    )
-    option("--gpus", type=int, metavar="N", help="GPUs of a node (default: all); 0: train on CPUs")
-    option("--nodes", type=int, metavar="N", help="nodes that train (default: 2)")
-    option("--save", type=Path, metavar="FILE", help="write Slurm's answers to FILE as well")
-    option("--from", dest="answers", type=Path, metavar="FILE", help="read them from FILE instead")
-
-
 def _init(options: argparse.Namespace) -> None:
     from forge.run.init import init
 
     init(options.folder)
-
-
-def _profile(options: argparse.Namespace) -> None:
-    from forge.cluster.profile import profile
-    from forge.cluster.site_choice import Wishes
-
-    wishes = Wishes(options.partition, options.gpus, options.nodes)
-    profile(options.name, wishes, options.answers, options.save)
 
 
 def _submit(options: argparse.Namespace) -> None:

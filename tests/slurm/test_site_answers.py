@@ -13,7 +13,7 @@ from forge.cluster.site import SiteAnswers
 from tools.slurm_cluster.cluster import REPOSITORY, Cluster
 from tools.slurm_cluster.machines import wait_until
 
-RECORDED = REPOSITORY / "tests/unit/cluster/sites/test-cluster.json"
+RECORDED = REPOSITORY / "tests/plugins/site/sites/test-cluster.json"
 FORGE = (REPOSITORY / ".venv/bin/python", "-m", "forge", "profile")
 
 

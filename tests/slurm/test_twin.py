@@ -69,7 +69,7 @@ SITE = site(
     PreemptType="preempt/partition_prio",
     KillWait="7 sec",
 )
-SITES = REPOSITORY / "tests/unit/cluster/sites"
+SITES = REPOSITORY / "tests/plugins/site/sites"
 # What depends on the number and the names of nodes.
 COUNTED = {"Nodes", "TotalCPUs", "TotalNodes", "TRES"}
 

@@ -252,7 +252,7 @@ def test_keys_that_the_slurm_here_does_not_know_are_left_out_and_named(monkeypat
     assert fit_for_here(fitting) == (fitting, [])
 
 
-SITES = sorted((CLONE / "tests/unit/cluster/sites").glob("*.json"))
+SITES = sorted((CLONE / "tests/plugins/site/sites").glob("*.json"))
 
 
 @pytest.mark.parametrize("path", SITES, ids=[path.stem for path in SITES])

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from forge.cluster.accounts import Association, Limits, Qos, read_associations, read_qos
-from forge.cluster.gpu_models import GpuModel, is_slice, model_of
 from forge.cluster.partitions import Node, Partition
 from forge.cluster.site import SiteAnswers
+from forge.plugins.site.gpu_models import GpuModel, is_slice, model_of
 
 _SHORT_MIN = 240  # partitions for trials have less
 _FOR_TRIALS = re.compile(r"debug|dev|test|interactive|jupyter|viz|visual|login|copy|transfer|xfer")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 import forge
-from forge.cluster.profile_words import (
+from forge.plugins.site.profile_words import (
     comment,
     cores_of,
     has_in_words,
@@ -15,10 +15,10 @@ from forge.cluster.profile_words import (
     name_of,
     preempted_in_words,
 )
-from forge.cluster.site_choice import BEFORE_MIN, Choice
-from forge.cluster.site_places import Place
+from forge.plugins.site.site_choice import BEFORE_MIN, Choice
+from forge.plugins.site.site_places import Place
 
-# What all profiles for Slurm have alike, the shipped ones too (tests/unit/cluster/test_profile_text.py);
+# What all profiles for Slurm have alike, the shipped ones too (tests/plugins/site/test_profile_text.py);
 # profiles/README.md says why.
 FIXED = """\
 executor: forge # submits to Slurm

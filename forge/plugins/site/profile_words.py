@@ -8,9 +8,9 @@ import re
 
 import yaml
 
-from forge.cluster.site_places import Place
 from forge.core.errors import DataError
 from forge.core.values import shown
+from forge.plugins.site.site_places import Place
 
 # Snakemake evaluates resources as Python expressions, and the names are those of others.
 _OF_SNAKEMAKE = frozenset(

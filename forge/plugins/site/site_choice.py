@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from forge.cluster.allocation import BEFORE_TRAINING_MIN
 from forge.cluster.site import SiteAnswers
-from forge.cluster.site_places import Place, Site
 from forge.core.errors import ConfigError
+from forge.plugins.site.site_places import Place, Site
 
 BEFORE_MIN = 2 * BEFORE_TRAINING_MIN  # stage and preflight
 WEEK_MIN = 7 * 24 * 60  # a job's time where Slurm has no limit

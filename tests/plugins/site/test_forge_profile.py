@@ -158,7 +158,7 @@ def test_control_characters_of_a_file_do_not_reach_the_terminal(project, capsys)
 
 def test_command_needs_no_torch_and_no_slurm_plugin():
     code = (
-        "import sys\nfrom forge.cluster import profile\n"
+        "import sys\nfrom forge.plugins.site import profile\n"
         "print([m for m in ('torch', 'snakemake', 'pandas') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

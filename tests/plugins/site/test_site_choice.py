@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from forge.cluster.site import SiteAnswers
-from forge.cluster.site_choice import Wishes, choose
 from forge.core.errors import ConfigError, ForgeError
+from forge.plugins.site.site_choice import Wishes, choose
 
 SITES = Path(__file__).parent / "sites"
 

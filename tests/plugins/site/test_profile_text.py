@@ -20,20 +20,20 @@ from support.repository import REPOSITORY as ROOT
 import forge
 from forge.cluster.allocation import Profile, allocation_resources, plain, refuse_unknown
 from forge.cluster.jobs import TRAIN_RULE
-from forge.cluster.profile_text import (
+from forge.cluster.sbatch import Request
+from forge.cluster.site import SiteAnswers
+from forge.cluster.submission import problems
+from forge.core.errors import ConfigError, DataError
+from forge.core.machine import load_machine
+from forge.plugins.site.profile_text import (
     FIXED,
     config_text,
     gres,
     lines_to_edit,
     machine_text,
 )
-from forge.cluster.profile_words import _OF_SNAKEMAKE
-from forge.cluster.sbatch import Request
-from forge.cluster.site import SiteAnswers
-from forge.cluster.site_choice import BEFORE_MIN, Wishes, choose
-from forge.cluster.submission import problems
-from forge.core.errors import ConfigError, DataError
-from forge.core.machine import load_machine
+from forge.plugins.site.profile_words import _OF_SNAKEMAKE
+from forge.plugins.site.site_choice import BEFORE_MIN, Wishes, choose
 
 SITES = Path(__file__).parent / "sites"
 ALL = sorted(path.stem for path in SITES.glob("*.json"))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forge.cluster.gpu_models import _MODELS, _WITHOUT_SPEED, is_slice, model_of
+from forge.plugins.site.gpu_models import _MODELS, _WITHOUT_SPEED, is_slice, model_of
 from forge.trainer.metrics import peak_flops
 
 

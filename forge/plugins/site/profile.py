@@ -8,20 +8,20 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from forge.cluster.profile_text import config_text, feature, lines_to_edit, machine_text
-from forge.cluster.profile_words import (
+from forge.cluster.site import SiteAnswers
+from forge.core.errors import ConfigError
+from forge.core.files import disk_trouble
+from forge.core.terminal import print_plain, say
+from forge.core.values import shown
+from forge.plugins.site.profile_text import config_text, feature, lines_to_edit, machine_text
+from forge.plugins.site.profile_words import (
     cores_of,
     has_in_words,
     in_words,
     nodes_in_words,
     preempted_in_words,
 )
-from forge.cluster.site import SiteAnswers
-from forge.cluster.site_choice import Choice, Wishes, choose
-from forge.core.errors import ConfigError
-from forge.core.files import disk_trouble
-from forge.core.terminal import print_plain, say
-from forge.core.values import shown
+from forge.plugins.site.site_choice import Choice, Wishes, choose
 
 PROFILES = Path("profiles")
 # Snakemake reads this one in every command, after that of --profile.

@@ -1,0 +1,1 @@
+"""`forge profile`: a profile for a cluster, from what its Slurm says."""
