@@ -138,6 +138,8 @@ def test_installed_wheel_has_the_workflow_and_makes_a_project_that_trains(
     cd, dry_run, trains, profile = lines
     assert cd == "cd my-project" and trains in dry_run and profile == "forge profile mine"
     assert "rule train_run:" in shell(f"{cd}; {dry_run}")
+    evaluate = "--config 'evaluate={tasks: [words]}' --"  # the target of a plugin
+    assert "rule evaluate_run:" in shell(f"{cd}; {dry_run} {evaluate} evaluate")
     config = tmp_path / "my-project/config/config.yaml"  # made small
     config.write_text(yaml.safe_dump({**TINY, "train": {**TINY["train"], "max_steps": 4}}))
     shutil.copytree(REPOSITORY / "workflow/rules", tmp_path / "my-project/corpus")
