@@ -146,7 +146,7 @@ class Flow:
         return [inputs_folder(self.data, ids) / "manifest.json"] if ids else []
 
     def corpus_of(self, run: ResolvedConfig) -> list[Path | str]:
-        """What is downloaded, or made by rules of the user's own, before a single corpus is read."""
+        """Files that are downloaded, or made by a user's own rules, before a single corpus is read."""
         return [*self.inputs_manifest(run), *made_by_rules(run.tokenize.inputs)]
 
     def corpus_of_tokenizer(self, wildcards: Any) -> list[Path | str]:
@@ -181,7 +181,7 @@ class Flow:
         ]
 
     def resumed_files(self, wildcards: Any) -> list[str]:
-        """What `train` asks for, of the runs that have a checkpoint."""
+        """Files that `train` asks for, of the runs that have a checkpoint."""
         if not self._resumed:
             self._resumed.update(workflow.resumable_steps(self.runs))
             for name, step in self._resumed.items():
@@ -211,7 +211,7 @@ class Flow:
         return workflow.validation_mem_mb(self.runs[run], ranks, defaults)
 
     def training_ranks(self, wildcards: Any) -> int:
-        """Of this run; a core for each is enough to train parts of it again."""
+        """Number of ranks of a run; a core for each is enough to train parts of it again."""
         return self.allocation.layout(wildcards.run).world_size
 
     def reproduction_mem_mb(self, wildcards: Any) -> int:
@@ -243,7 +243,7 @@ class Flow:
         return workflow.check_cost(self.runs, self.allocation, due) if submits else ""
 
     def _check_dry_run(self) -> str:
-        """As `_check_plan`; that of `forge submit` checks more."""
+        """Check a dry run as `_check_plan`, that of `forge submit` further; the line of `_check_plan`."""
         cost = self._check_plan(self._profile.submits)
         workflow.answer_submit(
             self._snakemake,

@@ -82,7 +82,7 @@ class Retired(NamedTuple):
     instead: str
 
     def is_unset(self, value: Any) -> bool:
-        """Whether the value is the default, which files of earlier versions name in full."""
+        """Compare a value with the default, which files of earlier versions name in full."""
         if isinstance(value, Mapping) and isinstance(self.default, Mapping):
             return {**self.default, **value} == self.default
         return bool(value == self.default)
@@ -105,7 +105,7 @@ class Section(BaseModel):
     """Keys that may not change when a run resumes; None: all that are not marked FREE."""
 
     IS_OF_TRAINER: ClassVar[bool] = False
-    """Of a plugin's section: whether another training program has no use for it."""
+    """True of a plugin's section that another training program has no use for."""
 
     RETIRED: ClassVar[Mapping[str, Retired]] = {}
     """Keys of earlier versions: dropped at their default, which files of these versions name, else

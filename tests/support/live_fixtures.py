@@ -22,6 +22,19 @@ from support.live_run import (
     write_corpus,
 )
 
+__all__ = [
+    "bf16",
+    "launches",
+    "marked",
+    "nothing_outlives_its_test",
+    "one_rank_runs",
+    "runs",
+    "session_runs",
+    "solo",
+    "tiny_project",
+    "uninterrupted",
+]
+
 
 @pytest.fixture(scope="session", autouse=True)
 def marked() -> Iterator[None]:

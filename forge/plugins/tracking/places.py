@@ -10,7 +10,7 @@ SENT, TENSORBOARD, WANDB = "tracking", "tensorboard", "wandb"
 
 
 def sent_folder(paths: RunPaths) -> Path:
-    """What each tracker has been sent."""
+    """Directory of the records of what each tracker has been sent."""
     return paths.root / SENT
 
 
