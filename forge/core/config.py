@@ -392,7 +392,7 @@ def checked(model: type[AnySection], values: dict[str, Any], where: str) -> AnyS
         problems = [_problem(model, detail) for detail in err.errors()]
         raise ConfigError(
             f"{where}: " + "\n  ".join(problems),
-            fix="config/README.md and profiles/README.md list every key with its meaning",
+            fix="config/README.md, profiles/README.md and docs/plugins list every key with its meaning",
         ) from None
 
 

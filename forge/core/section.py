@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar, get_args, get_origin
 
 from pydantic import (
@@ -22,9 +22,9 @@ from pydantic import (
     model_serializer,
     model_validator,
 )
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from forge.core import hooks
-from forge.core.values import shown
 
 # Marks keys that may change when a run resumes. A checkpoint is bound to all other keys of model and
 # train: a change of those is refused.
@@ -116,11 +116,14 @@ class Section(BaseModel):
     def _retired_keys_are_unset(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        for key, retired in cls.RETIRED.items():
-            if key in values and not retired.is_unset(values[key]):
-                raise ValueError(
-                    f"{key} is {shown(values[key])}, and this key was removed: {retired.instead}"
-                )
+        set_here = [
+            {"type": "removed", "loc": (key,), "msg": f"this key was removed: {one.instead}"}
+            | {"input": values[key]}
+            for key, one in cls.RETIRED.items()
+            if key in values and not one.is_unset(values[key])
+        ]
+        if set_here:
+            raise _error(cls, set_here)
         return {key: value for key, value in values.items() if key not in cls.RETIRED}
 
     @field_validator("*", mode="before")
@@ -137,6 +140,19 @@ class Section(BaseModel):
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("Input should fit into 64 bits")
         return value
+
+
+def _error(model: type[BaseModel], details: Sequence[Mapping[str, Any]]) -> ValidationError:
+    """The error of pydantic with these details, as `ValidationError.errors` has them."""
+    lines = [
+        InitErrorDetails(
+            type=PydanticCustomError(detail["type"], "{said}", {"said": detail["msg"]}),
+            loc=detail["loc"],
+            input=detail["input"],
+        )
+        for detail in details
+    ]
+    return ValidationError.from_exception_data(model.__name__, lines)
 
 
 AnySection = TypeVar("AnySection", bound=Section)
@@ -179,7 +195,7 @@ class WithPlugins(BaseModel):
         except ValidationError as err:
             errors = [*err.errors(), *errors]
         if errors:
-            raise ValidationError.from_exception_data(cls.__name__, errors)
+            raise _error(cls, errors)
         made._of_plugins.update(found)
         made._check_of_plugins()
         return made

@@ -20,6 +20,13 @@ def test_errors_of_the_section_and_of_others_are_named_together():
     assert "train.max_steps is 0" in said
 
 
+def test_removed_key_is_named_beside_an_error_of_the_section():
+    with pytest.raises(ConfigError) as error:
+        config_of({"evaluate.limit": 0, "train.keep_pairs": True})
+    said = str(error.value)
+    assert "evaluate.limit is 0" in said and "train.keep_pairs is True: this key was" in said
+
+
 def test_section_is_in_json_where_it_is_set_and_changes_no_digest(tmp_path):
     plain, tasks = config_of({}), config_of({"evaluate.tasks": ["words"]})
     assert "evaluate" not in plain.to_json() and plain.of(Evaluate) == Evaluate()

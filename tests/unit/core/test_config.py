@@ -126,7 +126,7 @@ def test_least_time_of_a_job_is_read_as_null_and_else_refused_with_what_replaces
     file.write_text(f"slurm: {{warn_sec: 60, {key}: null}}\n")
     assert load_machine(file) == load_machine(None, {"slurm.warn_sec": 60})
     file.write_text(f"slurm: {{{key}: 30}}\n")
-    said = f"slurm: {key} is 30, and this key was removed: set a shorter `runtime` of {rule}"
+    said = f"slurm.{key} is 30: this key was removed: set a shorter `runtime` of {rule}"
     with pytest.raises(ConfigError, match=said):
         load_machine(file)
 
@@ -279,13 +279,13 @@ def test_rewind_is_refused_with_what_to_do_instead():
             "certify.every",
             None,
             100,
-            "certify is {'every': 100}, and this key was removed: `forge rep",
+            "certify: this key was removed: `forge rep",
         ),
         (
             "train.keep_pairs",
             False,
             True,
-            "train: keep_pairs is True, and this key was removed: a smaller",
+            "train.keep_pairs is True: this key was removed: a smaller",
         ),
     ],
 )

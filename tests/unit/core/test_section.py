@@ -36,9 +36,9 @@ def test_retired_keys_at_their_default_are_dropped(values):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"again": {"every": 5}}, "again is {'every': 5}, and this key was removed: `forge rep"),
-        ({"again": None}, "again is None, and this key was removed"),
-        ({"below": {"pairs": True}}, "below: pairs is True, and this key was removed: set keep"),
+        ({"again": {"every": 5}}, "again: this key was removed: `forge rep"),
+        ({"again": None}, "again is None: this key was removed"),
+        ({"below": {"pairs": True}}, "below.pairs is True: this key was removed: set keep"),
     ],
 )
 def test_a_retired_key_that_is_set_is_refused_with_what_replaces_it(values, message):
