@@ -6,12 +6,16 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import hypothesis
 import pytest
 from support import circles
 
 from forge.core.process import stop_with_parent
 
 pytest_plugins = ("support.surroundings",)
+# By default an example that takes 0.2 s fails its test: on a busy machine any does.
+hypothesis.settings.register_profile("forge", deadline=None)
+hypothesis.settings.load_profile("forge")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -38,7 +38,6 @@ def test_random_interruptions_change_nothing(ranks, part, session_runs, uninterr
     @hypothesis.seed(seed)
     @hypothesis.settings(
         max_examples=EXAMPLES,
-        deadline=None,
         database=None,
         # An example takes seconds: what failed is short enough as it is.
         phases=[hypothesis.Phase.generate],

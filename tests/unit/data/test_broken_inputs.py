@@ -291,9 +291,7 @@ flips = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 7)), max_size=8
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.jsonl.zst", "a.jsonl", "a.txt"])
-@settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(flips=flips, cut=st.integers(0, 2000) | st.just(-1))
 @example(flips=[(2045, 0)], cut=-1)  # in the name of the parquet file's column, in its row group
 def test_damage_anywhere_is_text_or_a_message_that_names_the_file(
@@ -342,9 +340,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 texts = st.text(st.characters(codec="utf-8"), max_size=30) | st.just("END") | st.just(" the END ")
 
 
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents=st.lists(texts, min_size=1, max_size=20))
 def test_what_is_written_to_shards_reads_back_as_the_same_documents(
     tmp_path: Path, tokenizer_folder: Path, documents: list[str]

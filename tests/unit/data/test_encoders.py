@@ -119,7 +119,7 @@ texts = st.lists(st.sampled_from(ATOMS) | runs | st.text(max_size=30), max_size=
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(documents=st.lists(texts, max_size=3))
 def test_any_text_has_the_same_ids(kind: str, documents: list[str]) -> None:
     fast, reference = both(kind)

@@ -16,7 +16,7 @@ from forge.data.loader import Loader, Windows, windows_by_source
 from forge.data.sample_order import MixedOrder
 from forge.data.shards import Shard
 
-unhurried = settings(deadline=None, max_examples=25)
+unhurried = settings(max_examples=25)
 WEIGHTS = st.one_of(st.just(0.0), st.floats(0.001, 10), st.integers(1, 9).map(float))
 BATCH = 8
 

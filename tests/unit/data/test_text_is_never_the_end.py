@@ -201,7 +201,7 @@ texts = st.lists(st.sampled_from(SPECIAL + PLAIN) | st.text(max_size=5), max_siz
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=texts)
 def test_no_text_becomes_the_end_of_its_document(name: str, text: str) -> None:
     for encode in encoders_of(name):
@@ -221,7 +221,7 @@ def test_the_text_of_the_end_token_alone_becomes_other_ids(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name.startswith(("byte", "added"))])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=texts)
 def test_text_that_spells_special_tokens_is_decoded_exactly(name: str, text: str) -> None:
     tokenizer = loaded(name)
@@ -230,7 +230,7 @@ def test_text_that_spells_special_tokens_is_decoded_exactly(name: str, text: str
 
 
 @pytest.mark.parametrize("name", KINDS)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.lists(st.sampled_from(PLAIN), max_size=12).map("".join))
 def test_text_that_spells_no_special_token_keeps_its_ids(name: str, text: str) -> None:
     tokenizer = loaded(name)
