@@ -4,18 +4,15 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
-import hypothesis
 import pytest
 from support import circles
 
 from forge.core.process import stop_with_parent
 
 pytest_plugins = ("support.surroundings",)
-# By default an example that takes 0.2 s fails its test: on a busy machine any does.
-hypothesis.settings.register_profile("forge", deadline=None)
-hypothesis.settings.load_profile("forge")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,6 +23,12 @@ def pytest_configure(config: pytest.Config) -> None:
     for circle, command in circles.COMMANDS.items():
         config.addinivalue_line("markers", f"{circle}: run by `{command}`")
     config.pluginmanager.register(circles.Circles(config))
+    if find_spec("hypothesis"):  # not on a machine with a GPU and packages of its own
+        import hypothesis
+
+        # By default an example that takes 0.2 s fails its test: on a busy machine any does.
+        hypothesis.settings.register_profile("forge", deadline=None)
+        hypothesis.settings.load_profile("forge")
 
 
 def pytest_sessionstart() -> None:
