@@ -20,8 +20,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from forge.attestation.certificate import Reproduction
-from forge.attestation.chain import Predicate
 from forge.checkpoint.manifest import Part
 from forge.core import hooks
 from forge.core.config import FOLDERS, OUTSIDE_TRAINING, Config, is_free
@@ -31,6 +29,8 @@ from forge.core.machine import Machine
 from forge.core.paths import SHEET
 from forge.core.records import RecordPart
 from forge.core.section import Section, section_of, section_of_entries, tagged_sections
+from forge.plugins.attestation.certificate import Reproduction
+from forge.plugins.attestation.chain import Predicate
 
 ROOT = Path(__file__).resolve().parents[1]
 # The YAML files name them in their first line, by which editors complete, explain and check keys.
@@ -42,8 +42,8 @@ SCHEMAS: dict[Path, type[Section]] = {
 
 # Predicates of in-toto statements.
 PREDICATES: dict[Path, type[BaseModel]] = {
-    Path("docs/statement.schema.json"): Predicate,
-    Path("docs/certificate.schema.json"): Reproduction,
+    Path("docs/plugins/statement.schema.json"): Predicate,
+    Path("docs/plugins/certificate.schema.json"): Reproduction,
 }
 
 

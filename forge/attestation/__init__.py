@@ -1,1 +1,1 @@
-"""Proof of a model for somebody who does not have the run: statement, signature, verification."""
+"""Verification of an export by one file, which is handed on and imports nothing of Forge."""

@@ -2,8 +2,8 @@
 [--certificate FILE [--certifier PUBLIC_KEY]]
 
 This one file needs Python 3.11, for --key also its package `cryptography`, and no Forge. Keep a copy of
-your own, and never run one that comes with a model. docs/statement.md describes the format. Exit codes:
-0 all that was checked is right, 65 something is not, 78 bad command line.
+your own, and never run one that comes with a model. docs/plugins/attestation.md describes the format.
+Exit codes: 0 all that was checked is right, 65 something is not, 78 bad command line.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ def _export(options: argparse.Namespace) -> None:
 
     key = None
     if options.sign:  # refused before anything is written
-        from forge.attestation.signing import load_key
+        from forge.plugins.attestation.signing import load_key
 
         key = load_key(options.sign)
     (run,) = find_runs([options.run])
@@ -183,26 +183,26 @@ def _export(options: argparse.Namespace) -> None:
 def _attest(folder: Path, saved: Any, key: Any, dtype: str | None, *, is_full: bool) -> None:
     """Write the statement of an export, signed where there is a key. dtype: of the weights where the
     export was there before; None for a new one."""
-    from forge.attestation.statement import refuse_planted, write_statement
     from forge.cluster.lock import lock
+    from forge.plugins.attestation.statement import refuse_planted, write_statement
 
     expected = refuse_planted(folder, saved, dtype) if key and dtype else None
     with lock(folder.parent, "export", name=f".{folder.name}.lock"):
         write_statement(folder, saved, is_full=is_full)
         if key:
-            from forge.attestation.signing import sign
+            from forge.plugins.attestation.signing import sign
 
             sign(folder, key, expected)
 
 
 def _key(options: argparse.Namespace) -> None:
-    from forge.attestation.signing import make_key
+    from forge.plugins.attestation.signing import make_key
 
     make_key(options.file)
 
 
 def _verify(options: argparse.Namespace) -> None:
-    from forge.attestation.verify_run import verify_export
+    from forge.plugins.attestation.verify_run import verify_export
 
     verify_export(
         options.folder,
@@ -216,8 +216,11 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _reproduce(options: argparse.Namespace) -> None:
-    from forge.attestation.reproduce import find_export, reproduce
-    from forge.attestation.reproduce_checkpoint import reproduce_checkpoint, run_of_checkpoint
+    from forge.plugins.attestation.reproduce import find_export, reproduce
+    from forge.plugins.attestation.reproduce_checkpoint import (
+        reproduce_checkpoint,
+        run_of_checkpoint,
+    )
 
     if run := run_of_checkpoint(options.folder):
         _refuse_of_exports(options)
@@ -244,8 +247,8 @@ def _refuse_of_exports(options: argparse.Namespace) -> None:
 
 def _request(options: argparse.Namespace, folder: Path, run: Any) -> Any:
     """run: whose directory, or checkpoint, the user has named; None for an export."""
-    from forge.attestation.reproduce_options import ReproduceOptions
     from forge.core.paths import RunPaths
+    from forge.plugins.attestation.reproduce_options import ReproduceOptions
     from forge.reporting.trusted import trusted_data
 
     data = trusted_data(run or RunPaths(folder), options.its_config, writes=bool(run))

@@ -15,10 +15,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from forge.attestation.reduce import stated_values
 from forge.attestation.verify import Links, VerificationError, part
 from forge.checkpoint.checkpoints import RunCheckpoints, SavedCheckpoint
 from forge.core.errors import DataError
+from forge.plugins.attestation.reduce import stated_values
 
 NUMBERS = 10**12  # of steps and seconds; with larger ones of a stranger nothing is computed
 

@@ -10,14 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forge.attestation import verify
-from forge.attestation.certificate import Reproduction, TrainedAgain, write_certificate
-from forge.attestation.intervals import Coverage, Interval, coverage, drawn
-from forge.attestation.judgement import TOLERANCE
-from forge.attestation.recipe_of_program import ProgramRecipe
-from forge.attestation.recipe_of_trainer import TrainerRecipe
-from forge.attestation.reproduce_options import ReproduceOptions
-from forge.attestation.reproduce_output import print_not_drawn
-from forge.attestation.retrain import Recipe, Retrainer
 from forge.attestation.verify import VerificationError
 from forge.checkpoint.checkpoints import SavedCheckpoint
 from forge.core import events
@@ -25,6 +17,14 @@ from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.files import atomic_open
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
+from forge.plugins.attestation.certificate import Reproduction, TrainedAgain, write_certificate
+from forge.plugins.attestation.intervals import Coverage, Interval, coverage, drawn
+from forge.plugins.attestation.judgement import TOLERANCE
+from forge.plugins.attestation.recipe_of_program import ProgramRecipe
+from forge.plugins.attestation.recipe_of_trainer import TrainerRecipe
+from forge.plugins.attestation.reproduce_options import ReproduceOptions
+from forge.plugins.attestation.reproduce_output import print_not_drawn
+from forge.plugins.attestation.retrain import Recipe, Retrainer
 from forge.reporting.find_runs import results_folder
 
 SLOWER = 2  # than the run was: an interval that took half of --minutes there has a good chance here

@@ -7,11 +7,17 @@ from typing import Any
 
 import pytest
 
-from forge.attestation import recipe_of_trainer
-from forge.attestation.chain import ConfigUsed, EnvironmentUsed, LaunchesMade, LaunchMade, Texts
-from forge.attestation.reduce import absolute_paths, reduced, stated_values, without_folders
 from forge.attestation.verify import VerificationError
 from forge.core.records import LaunchEnvironment
+from forge.plugins.attestation import recipe_of_trainer
+from forge.plugins.attestation.chain import (
+    ConfigUsed,
+    EnvironmentUsed,
+    LaunchesMade,
+    LaunchMade,
+    Texts,
+)
+from forge.plugins.attestation.reduce import absolute_paths, reduced, stated_values, without_folders
 
 LAUNCH = LaunchMade(
     **{"started": 1.8e9, "ended": 1.8e9 + 60.25, "world_size": 2, "nodes": 1},

@@ -17,12 +17,12 @@ from support.past import Past, compares_bits, digest, flip_a_bit
 from support.repository import REPOSITORY
 
 from forge.attestation import verify
-from forge.attestation.certificate import Reproduction
 from forge.core.files import read_json
+from forge.plugins.attestation.certificate import Reproduction
 
 NewProject = Callable[[str], Project]
 KEYS = ("--key=author.pub", "--certifier=certifier.pub")
-SCHEMA = Draft202012Validator(read_json(REPOSITORY / "docs/certificate.schema.json"))
+SCHEMA = Draft202012Validator(read_json(REPOSITORY / "docs/plugins/certificate.schema.json"))
 
 
 @pytest.fixture

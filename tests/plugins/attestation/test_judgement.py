@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from support.manifests import IDS, NUMERICS, lineage_of, manifest_of
 
-from forge.attestation import judgement
-from forge.attestation.intervals import Interval
-from forge.attestation.judgement import TOLERANCE, differences, judged
-from forge.attestation.state_difference import StateDifference
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Code, Hardware, Versions
 from forge.core.config import ResolvedConfig
+from forge.plugins.attestation import judgement
+from forge.plugins.attestation.intervals import Interval
+from forge.plugins.attestation.judgement import TOLERANCE, differences, judged
+from forge.plugins.attestation.state_difference import StateDifference
 from forge.validation import replay
 
 CONFIG = ResolvedConfig(ids=IDS)

@@ -1,5 +1,6 @@
 """The certificate of `forge reproduce`: an in-toto statement of which steps were trained again, and how
-they ended, with the statement of the export as its subject. docs/statement.md explains the keys."""
+they ended, with the statement of the export as its subject. docs/plugins/attestation.md
+explains the keys."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ from pydantic import ConfigDict
 
 import forge
 from forge.attestation import verify
-from forge.attestation.intervals import Interval
 from forge.checkpoint.manifest import Code, Numerics, Versions
 from forge.core.files import disk_trouble, write_json
 from forge.core.records import RecordPart
+from forge.plugins.attestation.intervals import Interval
 
 Outcome = Literal["bitwise", "within tolerance", "other", "unchecked"]
 
@@ -151,7 +152,7 @@ def write_certificate(path: Path, made: Reproduction, statement: bytes, key: Any
         envelope.unlink(missing_ok=True)  # of an older certificate
         write_json(path, certificate)
     if key:
-        from forge.attestation.signing import signed_envelope
+        from forge.plugins.attestation.signing import signed_envelope
 
         write_json(envelope, signed_envelope(path.read_bytes(), key))
     return digest

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from forge.attestation.certificate import Outcome, TrainedAgain
-from forge.attestation.intervals import Interval
-from forge.attestation.sealed_difference import SealedDifference, sealed_difference
-from forge.attestation.state_difference import StateDifference, state_difference
 from forge.attestation.verify import Links, part
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Code, Lineage
 from forge.checkpoint.sealed import SealedCheckpoint
 from forge.core.errors import DataError
+from forge.plugins.attestation.certificate import Outcome, TrainedAgain
+from forge.plugins.attestation.intervals import Interval
+from forge.plugins.attestation.sealed_difference import SealedDifference, sealed_difference
+from forge.plugins.attestation.state_difference import StateDifference, state_difference
 from forge.validation.replay import same_arithmetic
 
 MOST_NAMED = 5  # packages with their versions, or files, in one sentence

@@ -19,9 +19,11 @@ from support.live_run import TWO_RANKS, Run, forge
 from support.statements import make_consistent
 
 from forge.attestation import verify
-from forge.attestation.chain import Predicate
 from forge.core.files import digest_bytes, digest_file, read_json, write_json
 from forge.core.process import hostname
+from forge.plugins.attestation.chain import Predicate
+
+pytestmark = pytest.mark.all
 
 VERIFIER = Path(verify.__file__)
 Change = Callable[[dict[str, Any]], object]
@@ -448,7 +450,7 @@ def test_checkpoint_that_the_run_never_saved_is_refused(export):
 
 def test_body_signed_again_with_another_key_is_refused(trained, export, keys, tmp_path):
     edit(export, lambda content: content["predicate"].update(forge="9"), consistently=True)
-    from forge.attestation.signing import load_key, sign
+    from forge.plugins.attestation.signing import load_key, sign
 
     unsign(export)
     sign(export, load_key(keys["other"]))

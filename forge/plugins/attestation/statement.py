@@ -15,9 +15,6 @@ import blake3
 
 import forge
 from forge.attestation import verify
-from forge.attestation.chain import ChainLink, ExportMade, Predicate, Texts
-from forge.attestation.of_run import links_of_run
-from forge.attestation.reduce import absolute_paths, reduced
 from forge.checkpoint.checkpoints import SavedCheckpoint
 from forge.checkpoint.export_folder import MANIFEST
 from forge.checkpoint.resume import is_checkpoint, named
@@ -32,6 +29,9 @@ from forge.core.files import (
 )
 from forge.core.scratch import scratch_directory
 from forge.core.terminal import progress, say
+from forge.plugins.attestation.chain import ChainLink, ExportMade, Predicate, Texts
+from forge.plugins.attestation.of_run import links_of_run
+from forge.plugins.attestation.reduce import absolute_paths, reduced
 from forge.run.programs import SavedRun
 
 

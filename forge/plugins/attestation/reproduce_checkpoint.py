@@ -12,10 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from forge.attestation import verify
-from forge.attestation.draw import Draw
-from forge.attestation.reproduce import refuse_bad, stopped_by_sigterm, trained_again
-from forge.attestation.reproduce_options import ReproduceOptions, check_values
-from forge.attestation.statement import write_statement
 from forge.checkpoint.directory import refuse_link
 from forge.checkpoint.resume import CommittedCheckpoints, is_checkpoint
 from forge.cluster.lock import lock
@@ -26,6 +22,10 @@ from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.process import hostname
 from forge.core.records import Certified
 from forge.core.scratch import scratch_directory
+from forge.plugins.attestation.draw import Draw
+from forge.plugins.attestation.reproduce import refuse_bad, stopped_by_sigterm, trained_again
+from forge.plugins.attestation.reproduce_options import ReproduceOptions, check_values
+from forge.plugins.attestation.statement import write_statement
 from forge.reporting.history import read_history
 from forge.run.forge_trainer import ForgeRun
 

@@ -34,7 +34,7 @@ def verify_export(
     try:
         links = verify.verify(folder, key, digest, certificate=certificate, certifier=certifier)
         if texts:
-            from forge.attestation.retokenize import verify_texts  # imports what tokenizes
+            from forge.plugins.attestation.retokenize import verify_texts  # imports what tokenizes
 
             verify_texts(texts, links, folder)
         if checkpoints:

@@ -14,11 +14,17 @@ from support.live_run import forge
 from support.statements import make_export
 
 from forge.attestation import verify
-from forge.attestation.chain import CheckpointsSaved, LaunchesMade, SavedStep, TextFile, Texts
-from forge.attestation.signing import load_key, make_key, sign
-from forge.attestation.statement import statement_of
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import read_json, write_json
+from forge.plugins.attestation.chain import (
+    CheckpointsSaved,
+    LaunchesMade,
+    SavedStep,
+    TextFile,
+    Texts,
+)
+from forge.plugins.attestation.signing import load_key, make_key, sign
+from forge.plugins.attestation.statement import statement_of
 
 VERIFIER = Path(verify.__file__)
 

@@ -10,11 +10,11 @@ import pytest
 from support.manifests import manifest_of
 from support.saved import entry_of
 
-from forge.attestation.state_difference import StateDifference, state_difference
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.index import INDEX, StoredPart, StoredTensor, index_bytes
 from forge.checkpoint.manifest import ReferenceLosses
 from forge.core.errors import DataError
+from forge.plugins.attestation.state_difference import StateDifference, state_difference
 
 WEIGHT, STATE = "model.w", "optimizer.w.exp_avg"
 NUMBERS = np.arange(8, dtype="<f4").reshape(4, 2)

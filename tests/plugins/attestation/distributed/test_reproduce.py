@@ -20,9 +20,7 @@ from support.processes import Outcome
 from support.statements import make_consistent
 
 from forge import __version__ as forge_version
-from forge.attestation import retrain, verify
-from forge.attestation.certificate import Reproduction, envelope_path
-from forge.attestation.recipe_of_trainer import TrainerRecipe
+from forge.attestation import verify
 from forge.checkpoint.directory import Checkpoint
 from forge.cluster.lock import lock
 from forge.core import events
@@ -30,6 +28,11 @@ from forge.core.files import canonical, digest_bytes, digest_file, read_json, wr
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
 from forge.core.records import Certified, Reproduced
+from forge.plugins.attestation import retrain
+from forge.plugins.attestation.certificate import Reproduction, envelope_path
+from forge.plugins.attestation.recipe_of_trainer import TrainerRecipe
+
+pytestmark = pytest.mark.all
 
 EVERY = ("--train.checkpoint_every=4", "--train.keep_last=9")  # 4, 8 and 12
 

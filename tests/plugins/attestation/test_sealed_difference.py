@@ -12,15 +12,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from forge.attestation.intervals import Interval
-from forge.attestation.judgement import judged_program
-from forge.attestation.recipe_of_program import ProgramRecipe
-from forge.attestation.sealed_difference import SealedDifference, sealed_difference
 from forge.checkpoint.manifest import Code
 from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint, SealLineage
 from forge.core.errors import DataError
 from forge.core.paths import RunPaths
 from forge.core.program_settings import Checkpoints
+from forge.plugins.attestation.intervals import Interval
+from forge.plugins.attestation.judgement import judged_program
+from forge.plugins.attestation.recipe_of_program import ProgramRecipe
+from forge.plugins.attestation.sealed_difference import SealedDifference, sealed_difference
 
 NUMBERS = torch.arange(8.0).reshape(4, 2)
 LINEAGE = SealLineage(

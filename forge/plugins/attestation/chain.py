@@ -1,7 +1,8 @@
 """The links from text files to scores, which the statement of an export has in this order.
 
 Each link has the SHA-256 of the one before, so that none can be changed, removed or moved alone. What a
-field says is what the files of the run and of `data/` say. docs/statement.md explains the links.
+field says is what the files of the run and of `data/` say. docs/plugins/attestation.md explains the
+links.
 """
 
 from __future__ import annotations

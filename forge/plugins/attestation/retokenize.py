@@ -11,8 +11,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from forge.attestation.chain import TextFile, Texts, TokenizerMade, TokensMade, TokensOfSource
-from forge.attestation.reduce import HIDDEN, stated_values
 from forge.attestation.verify import MOST_NAMED, Links, VerificationError, part
 from forge.core.config import Config, Ids, ResolvedConfig, checked
 from forge.core.errors import DataError, ForgeError
@@ -27,6 +25,14 @@ from forge.data.shards import SPLITS, InputEntry, ShardManifest
 from forge.data.sources import ListedTokens, SourcesManifest
 from forge.data.tokenize import tokenize
 from forge.data.tokenizer import build_tokenizer, load_tokenizer
+from forge.plugins.attestation.chain import (
+    TextFile,
+    Texts,
+    TokenizerMade,
+    TokensMade,
+    TokensOfSource,
+)
+from forge.plugins.attestation.reduce import HIDDEN, stated_values
 
 
 def verify_texts(texts: str, links: Links, export: Path, keep: Path | None = None) -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from support.manifests import manifest_of
 
-from forge.attestation.intervals import Interval, coverage, drawn, seconds_of
 from forge.attestation.verify import VerificationError
 from forge.checkpoint.resume import CommittedCheckpoints
 from forge.core.files import digest_file
 from forge.core.paths import RunPaths, checkpoint_name
+from forge.plugins.attestation.intervals import Interval, coverage, drawn, seconds_of
 
 SAVED = (10, 20, 30, 40)
 
@@ -136,6 +136,6 @@ def test_draw_depends_on_the_seed_alone_and_is_sorted_by_step():
 
 
 def test_draw_is_the_documented_one():
-    """As docs/statement.md has it: by SHA-256 of `SEED FIRST LAST`."""
+    """As docs/plugins/attestation.md has it: by SHA-256 of `SEED FIRST LAST`."""
     intervals = [Interval(0, 50, None, None), Interval(50, 100, None, None)]
     assert ends(drawn(intervals, 1, seed=0)) == [(0, 50)]

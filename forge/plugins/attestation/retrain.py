@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, Protocol
 
-from forge.attestation.certificate import MadeBy, TrainedAgain
-from forge.attestation.intervals import Interval, Saved
-from forge.attestation.reproduce_options import ReproduceOptions
 from forge.attestation.verify import Links, VerificationError, part
 from forge.checkpoint.checkpoints import RunCheckpoints
 from forge.cluster.network import available_cores, available_memory
@@ -24,6 +21,9 @@ from forge.core.paths import RunPaths
 from forge.core.process import run_within
 from forge.core.terminal import say
 from forge.launch import kernel_cache
+from forge.plugins.attestation.certificate import MadeBy, TrainedAgain
+from forge.plugins.attestation.intervals import Interval, Saved
+from forge.plugins.attestation.reproduce_options import ReproduceOptions
 from forge.validation.replay import RANKS_PER_CORE
 
 RUN = "again"  # name of the run that trains an interval

@@ -18,13 +18,6 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from forge.attestation import verify
-from forge.attestation.certificate import MadeBy, TrainedAgain
-from forge.attestation.chain import ProgramUsed
-from forge.attestation.intervals import Interval
-from forge.attestation.judgement import code_differences, judged_program
-from forge.attestation.reduce import without_folders
-from forge.attestation.reproduce_options import ReproduceOptions
-from forge.attestation.retrain import RUN, Retrainer
 from forge.attestation.verify import Links, VerificationError, part
 from forge.checkpoint.export_folder import MANIFEST as EXPORT_MANIFEST
 from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
@@ -36,6 +29,13 @@ from forge.core.provenance import cpu_name
 from forge.core.values import shown
 from forge.data.content_ids import resolve_ids
 from forge.data.inputs import InputSet, source_digest
+from forge.plugins.attestation.certificate import MadeBy, TrainedAgain
+from forge.plugins.attestation.chain import ProgramUsed
+from forge.plugins.attestation.intervals import Interval
+from forge.plugins.attestation.judgement import code_differences, judged_program
+from forge.plugins.attestation.reduce import without_folders
+from forge.plugins.attestation.reproduce_options import ReproduceOptions
+from forge.plugins.attestation.retrain import RUN, Retrainer
 from forge.reporting.find_runs import results_folder
 from forge.reporting.trusted import trusted
 from forge.run.other_program import OtherProgram

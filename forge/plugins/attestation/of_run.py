@@ -8,7 +8,22 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from forge.attestation.chain import (
+from forge.checkpoint.checkpoints import RunCheckpoints, SavedCheckpoint
+from forge.checkpoint.directory import Checkpoint
+from forge.checkpoint.manifest import Artifact, Lineage
+from forge.checkpoint.resume import CommittedCheckpoints
+from forge.checkpoint.sealed import SealedCheckpoint
+from forge.core import events
+from forge.core.config import ResolvedConfig, as_recorded, checked
+from forge.core.errors import DataError, ForgeError
+from forge.core.files import canonical, digest_bytes, digest_file, read_object, read_object_or_empty
+from forge.core.paths import MANIFEST, RunPaths, inputs_folder, tokenizer_folder, tokens_folder
+from forge.core.provenance import trained_values
+from forge.core.records import Evaluation, Record, Validation
+from forge.core.terminal import say
+from forge.data.inputs import InputManifest
+from forge.data.shards import InputEntry, ShardManifest
+from forge.plugins.attestation.chain import (
     ChainLink,
     CheckpointsSaved,
     CheckResult,
@@ -29,21 +44,6 @@ from forge.attestation.chain import (
     TokensOfSource,
     ValidationMade,
 )
-from forge.checkpoint.checkpoints import RunCheckpoints, SavedCheckpoint
-from forge.checkpoint.directory import Checkpoint
-from forge.checkpoint.manifest import Artifact, Lineage
-from forge.checkpoint.resume import CommittedCheckpoints
-from forge.checkpoint.sealed import SealedCheckpoint
-from forge.core import events
-from forge.core.config import ResolvedConfig, as_recorded, checked
-from forge.core.errors import DataError, ForgeError
-from forge.core.files import canonical, digest_bytes, digest_file, read_object, read_object_or_empty
-from forge.core.paths import MANIFEST, RunPaths, inputs_folder, tokenizer_folder, tokens_folder
-from forge.core.provenance import trained_values
-from forge.core.records import Evaluation, Record, Validation
-from forge.core.terminal import say
-from forge.data.inputs import InputManifest
-from forge.data.shards import InputEntry, ShardManifest
 from forge.reporting.history import LaunchHistory, read_history
 from forge.run.programs import SavedRun
 

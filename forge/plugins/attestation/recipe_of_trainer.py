@@ -12,14 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from forge.attestation.certificate import MadeBy, TrainedAgain
-from forge.attestation.intervals import Interval
-from forge.attestation.judgement import differences, judged
-from forge.attestation.reduce import stated_values
-from forge.attestation.reproduce_options import ReproduceOptions
-from forge.attestation.retokenize import stated_ids, verify_texts
-from forge.attestation.retrain import RUN, Retrainer
-from forge.attestation.statement import different_files
 from forge.attestation.verify import Links, VerificationError, part
 from forge.checkpoint import compatibility, directory
 from forge.checkpoint.directory import Checkpoint
@@ -32,6 +24,14 @@ from forge.core.paths import MANIFEST, RunPaths, tokens_folder
 from forge.core.records import Trained
 from forge.core.section import without_retired
 from forge.core.train_settings import Train
+from forge.plugins.attestation.certificate import MadeBy, TrainedAgain
+from forge.plugins.attestation.intervals import Interval
+from forge.plugins.attestation.judgement import differences, judged
+from forge.plugins.attestation.reduce import stated_values
+from forge.plugins.attestation.reproduce_options import ReproduceOptions
+from forge.plugins.attestation.retokenize import stated_ids, verify_texts
+from forge.plugins.attestation.retrain import RUN, Retrainer
+from forge.plugins.attestation.statement import different_files
 from forge.validation.estimates import training_bytes
 
 

@@ -11,8 +11,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from forge.attestation.chain import ChainLink, ConfigUsed, EnvironmentUsed, LaunchesMade, Texts
 from forge.attestation.verify import Links, part
+from forge.plugins.attestation.chain import (
+    ChainLink,
+    ConfigUsed,
+    EnvironmentUsed,
+    LaunchesMade,
+    Texts,
+)
 
 HIDDEN = ".../"  # in place of the directories of a path
 # A string that begins as a path is one, blanks and all. Else paths are within it, after what separates

@@ -15,17 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forge.attestation import verify
-from forge.attestation.certificate import envelope_path
-from forge.attestation.draw import Draw
-from forge.attestation.judgement import code_differences
-from forge.attestation.reproduce_options import ReproduceOptions, check
-from forge.attestation.reproduce_output import (
-    MACHINES,
-    print_interval,
-    print_notes,
-    print_summary,
-)
-from forge.attestation.retrain import Recipe, Retrainer
 from forge.attestation.verify import MOST_NAMED, VerificationError
 from forge.checkpoint.manifest import Code
 from forge.core.errors import DataError
@@ -35,6 +24,17 @@ from forge.core.provenance import code
 from forge.core.records import Exported, Reproduced
 from forge.core.scratch import scratch_directory
 from forge.core.terminal import say, show
+from forge.plugins.attestation.certificate import envelope_path
+from forge.plugins.attestation.draw import Draw
+from forge.plugins.attestation.judgement import code_differences
+from forge.plugins.attestation.reproduce_options import ReproduceOptions, check
+from forge.plugins.attestation.reproduce_output import (
+    MACHINES,
+    print_interval,
+    print_notes,
+    print_summary,
+)
+from forge.plugins.attestation.retrain import Recipe, Retrainer
 
 
 def find_export(named: Path) -> tuple[Path, RunPaths | None]:
@@ -114,7 +114,7 @@ def refuse_bad(draw: Draw) -> None:
 def _signing_key(request: ReproduceOptions) -> Any:
     if not request.sign:
         return None
-    from forge.attestation.signing import load_key
+    from forge.plugins.attestation.signing import load_key
 
     return load_key(request.sign)
 
@@ -157,7 +157,7 @@ def _certify(draw: Draw) -> None:
     digest = draw.write()
     say(f"certificate {digest[:12]}: {request.certificate}")
     if draw.key:
-        from forge.attestation.signing import fingerprint
+        from forge.plugins.attestation.signing import fingerprint
 
         say(f"signed by {fingerprint(draw.key)}: {envelope_path(request.certificate)}")
     if request.run and draw.result == "reproduced":

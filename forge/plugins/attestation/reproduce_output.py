@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from forge.attestation.certificate import Reproduction, TrainedAgain
-from forge.attestation.intervals import Coverage, seconds_of
 from forge.attestation.verify import Links, printable
 from forge.core.terminal import duration, show
+from forge.plugins.attestation.certificate import Reproduction, TrainedAgain
+from forge.plugins.attestation.intervals import Coverage, seconds_of
 
 MACHINES = {
     "another": ["on another machine than those that have trained the run"],

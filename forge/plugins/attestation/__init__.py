@@ -1,0 +1,1 @@
+"""Proof of a model for somebody who does not have the run: statement, signature, verification."""
