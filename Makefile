@@ -95,7 +95,7 @@ check: lint types
 lint: .venv/with-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/snakefmt --check workflow
+	$(BIN)/snakefmt --check workflow forge/plugins
 	$(BIN)/snakemake --lint
 	$(BIN)/python -m tools.config_docs --check
 

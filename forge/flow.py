@@ -77,7 +77,6 @@ class Flow:
         self._layouts = workflow.read_layouts(settings, of_profile, given, main=main)
         self.allocation = Allocation(of_profile, self.runs, self._layouts, self._profile)
         workflow.set_resources(resources, jobs.TRAIN_RULE, self.allocation.of_profile)
-        self.reproduction = workflow.reproduction_resources(self.allocation, resources)
         self.results, self.data = shared_folders(self.runs)
         self.comparison = f"{self.results}/compare.html"
         self.settings = workflow.rule_settings(self.runs, self.comparison, main=main)
@@ -195,6 +194,16 @@ class Flow:
 
     # --- resources and groups of rules ---
 
+    @property
+    def resource_settings(self) -> Any:
+        """Snakemake's ResourceSettings: default-resources, set-resources and set-threads."""
+        return self._snakemake.resource_settings
+
+    @property
+    def submits(self) -> bool:
+        """Whether the rules of this command become Slurm jobs."""
+        return self._profile.submits
+
     def allocation_of(self, wildcards: Any) -> str:
         """Each run is a job of its own: a group of two runs would fuse their allocations."""
         return f"{jobs.ALLOCATION}-{wildcards.run}"
@@ -209,25 +218,6 @@ class Flow:
         ranks = self.allocation.layout(run).world_size
         defaults = self._snakemake.resource_settings.default_resources
         return workflow.validation_mem_mb(self.runs[run], ranks, defaults)
-
-    def training_ranks(self, wildcards: Any) -> int:
-        """Number of ranks of a run; a core for each is enough to train parts of it again."""
-        return self.allocation.layout(wildcards.run).world_size
-
-    def reproduction_mem_mb(self, wildcards: Any) -> int:
-        defaults = self._snakemake.resource_settings.default_resources
-        return workflow.reproduction_mem_mb(self.runs[wildcards.run], self.allocation, defaults)
-
-    def reproduction_extra(self, wildcards: Any, threads: int) -> str:
-        """Read again when the job is submitted: only then its run has trained, in the same command."""
-        return workflow.reproduction_extra(
-            self.runs[wildcards.run],
-            self.allocation,
-            self._snakemake.resource_settings,
-            threads=threads,
-            mem_mb=self.reproduction_mem_mb(wildcards),
-            submits=self._profile.submits,
-        )
 
     # --- what is checked and written before jobs run ---
 

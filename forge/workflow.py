@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import family
-from forge.cluster import adopt, controller_job, exclude, jobs, sbatch, submission
+from forge.cluster import adopt, controller_job, jobs, submission
 from forge.cluster.allocation import (
     EXECUTOR,
     OF_COMMAND,
-    OF_NODES,
     Allocation,
     command_resources,
     plain,
@@ -30,7 +29,7 @@ from forge.cluster.allocation import (
 from forge.cluster.lock import WORKFLOW_LOCK, lock
 from forge.cluster.sbatch import Request, requests_of
 from forge.cluster.slurm import refuse_missing, settle_in_batch_step
-from forge.core import events, hooks
+from forge.core import hooks
 from forge.core.config import OF_FORGES_TRAINER, Config, ResolvedConfig, checked, read_values
 from forge.core.errors import ConfigError, ForgeError, TrainingError, UnfitError
 from forge.core.files import (
@@ -64,14 +63,11 @@ from forge.data.content_ids import resolve, single_corpora
 from forge.reporting.workflow_output import print_end
 from forge.run import cost, train
 from forge.run.programs import program_of
-from forge.validation.estimates import BASE_BYTES, training_bytes
 
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
 SUBMITTED = "FORGE_SUBMITTED"
 KNOWN_FAILURE = "known_failure_run"
 QUEUE_POLL_SEC = 10.0
-REPRODUCTION = "reproduce_run"
-REPRODUCTION_MIN = 60  # its time limit where the profile has none, as on one machine
 PROGRAM_MB = 8000  # for what another program has trained, whose size is not known
 
 
@@ -229,39 +225,6 @@ def set_resources(settings: Any, rule: str, values: Mapping[str, Any]) -> None:
     )
     # Snakemake keeps them as the first rule needed them, which in a module may be one of the user's own.
     vars(settings).pop("_parsed_overwrite_resources", None)
-
-
-def reproduction_resources(allocation: Allocation, settings: Any) -> dict[str, Any]:
-    """Resources of reproduce_run that do not depend on the run's size: nodes as for its training, and a
-    time limit where default-resources have none. settings: Snakemake's ResourceSettings."""
-    has_limit = "runtime" in (settings.default_resources or {})
-    return allocation.of_nodes | ({} if has_limit else {"runtime": REPRODUCTION_MIN})
-
-
-def reproduction_extra(
-    config: ResolvedConfig,
-    allocation: Allocation,
-    settings: Any,
-    *,
-    threads: int,
-    mem_mb: int,
-    submits: bool,
-) -> str:
-    """More options for sbatch of reproduce_run: on no unhealthy node and, where others fit, on none that
-    has trained the run. settings: Snakemake's ResourceSettings. submits: False asks no Slurm."""
-    if not submits:
-        return ""
-    given = of_profile(REPRODUCTION, settings)
-    own = {n: plain(v) for n, v in settings.overwrite_resources.get(REPRODUCTION, {}).items()}
-    of_nodes = {n: v for n, v in allocation.resources(config.run).items() if n in OF_NODES}
-    extra = sbatch.excluding(given.get("slurm_extra") or "", allocation.machine.slurm.exclude)
-    asked = {"runtime": REPRODUCTION_MIN, **given, **of_nodes, "mem_mb": mem_mb, **own}
-    request = Request.of_rule(REPRODUCTION, {**asked, "slurm_extra": extra}, threads)
-    paths = RunPaths.of(config)
-    request = request.excluding(exclude.read(paths.bad_nodes))
-    if not (trained := events.trained_nodes(paths.events)):
-        return request.extra
-    return request.excluding(submission.nodes_to_avoid(request, trained)).extra
 
 
 def of_profile(rule: str, settings: Any) -> dict[str, Any]:
@@ -634,23 +597,6 @@ def validation_mem_mb(
     if needed is None:
         return of_profile or PROGRAM_MB
     return max(of_profile, math.ceil(needed / 10**6))
-
-
-def reproduction_mem_mb(
-    config: ResolvedConfig, allocation: Allocation, defaults: Mapping[str, Any] | None
-) -> int:
-    """Memory of reproduce_run in MB, all ranks on one node: by the size of the model, for another program
-    that of all nodes of its training; that of default-resources, if it is more. defaults: as for
-    `validation_mem_mb`."""
-    given = plain((defaults or {}).get("mem_mb"))
-    layout = allocation.layout(config.run)
-    if config.ids.tokens:
-        needed = training_bytes(config, layout.world_size) + layout.world_size * BASE_BYTES
-        needed_mb = math.ceil(needed / 10**6)
-    else:
-        of_node = plain(allocation.resources(config.run).get("mem_mb"))
-        needed_mb = layout.nodes * of_node if isinstance(of_node, int) else PROGRAM_MB
-    return max(given if isinstance(given, int) else 0, needed_mb)
 
 
 def resumable_steps(runs: dict[str, ResolvedConfig]) -> dict[str, int]:

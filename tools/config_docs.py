@@ -29,8 +29,6 @@ from forge.core.machine import Machine
 from forge.core.paths import SHEET
 from forge.core.records import RecordPart
 from forge.core.section import Section, section_of, section_of_entries, tagged_sections
-from forge.plugins.attestation.certificate import Reproduction
-from forge.plugins.attestation.chain import Predicate
 
 ROOT = Path(__file__).resolve().parents[1]
 # The YAML files name them in their first line, by which editors complete, explain and check keys.
@@ -40,11 +38,18 @@ SCHEMAS: dict[Path, type[Section]] = {
 }
 
 
-# Predicates of in-toto statements.
-PREDICATES: dict[Path, type[BaseModel]] = {
-    Path("docs/plugins/statement.schema.json"): Predicate,
-    Path("docs/plugins/certificate.schema.json"): Reproduction,
-}
+def predicates() -> dict[Path, type[BaseModel]]:
+    """Predicates of in-toto statements; none without the plugin that writes them."""
+    if "attestation" not in hooks.names():
+        return {}
+    from forge.plugins.attestation.certificate import Reproduction
+    from forge.plugins.attestation.chain import Predicate
+
+    pages = Path("docs/plugins")
+    return {
+        pages / "statement.schema.json": Predicate,
+        pages / "certificate.schema.json": Reproduction,
+    }
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ MARKED = re.compile(r"(<!-- keys -->\n).*?(<!-- end of keys -->)", re.DOTALL)
 def generated(root: Path = ROOT) -> dict[Path, str]:
     """Path below `root` -> the text it should have. Raises ConfigError without a file's markers."""
     texts = {path: schema_text(model) for path, model in SCHEMAS.items()}
-    texts |= {path: predicate_schema(model) for path, model in PREDICATES.items()}
+    texts |= {path: predicate_schema(model) for path, model in predicates().items()}
     for table in tables():
         path = root / table.file
         text = path.read_text() if path.exists() else ""

@@ -17,7 +17,7 @@ ALLOCATION = "allocation"  # what the groups of rules in a run's job are called
 TRAIN_RULE = "train_run"
 ALLOCATION_RULES = ("stage_run", "preflight_run", TRAIN_RULE)
 # Those that take one task.
-NODE_RULES = ("tokenize", "validate_run", "export_run", "reproduce_run")
+NODE_RULES = ("tokenize", "validate_run", "export_run")
 FORMAT = "%i|%T|%r|%N|%B|%V|%S|%k|%Z"  # man squeue
 
 

@@ -36,8 +36,8 @@ def events_of(states: Sequence[RunState], *, ended: bool) -> Iterator[tuple[str,
         if state.state in FINAL or (ended and state.state != "not started"):
             yield f"{state.run}: {state.state}", _event("run ended", state)
         elif state.state in _MAY_NEED and state.next:
-            # Each part that was not reproduced is told, whatever was told before.
-            what = state.not_reproduced or "needs a person"
+            # Each finding is told, whatever was told before.
+            what = state.finding or "needs a person"
             yield f"{state.run}: {what}", _event("run needs a person", state)
 
 

@@ -8,8 +8,9 @@ ranks have none.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +28,17 @@ PROJECT = "forge"
 FOLDER = Path(__file__).parents[1] / "plugins"
 hook = pluggy.HookimplMarker(PROJECT)
 _specified = pluggy.HookspecMarker(PROJECT)
+
+
+ExportStep = Callable[[Path, Any, str | None], None]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong with a run whatever its state is: a line for people, and what a person has to do."""
+
+    text: str
+    next: str = ""
 
 
 class Hooks:
@@ -55,6 +67,29 @@ class Hooks:
     @_specified
     def add_subcommands(self, subcommands: Any) -> None:
         """Add to the `commands.subcommands.Subcommands` of `forge`."""
+
+    @_specified
+    def add_options(self, subcommand: str, parser: Any) -> None:
+        """Add options to a subcommand of the kernel. parser: argparse's."""
+
+    @_specified
+    def export_step(self, options: Any) -> ExportStep:
+        """Check the options of `forge export` before anything is written. Returns a function of the
+        directory that was written, the run or checkpoint (`of_options.saved_run`), and the dtype of the
+        weights where the directory may have been there before, else None. Raises ForgeError."""
+        raise NotImplementedError
+
+    @_specified
+    def findings(self, paths: RunPaths) -> Sequence[Finding]:
+        """What is wrong with a run whatever its state is, part of the reason that people read. Raises
+        DataError for a record that cannot be read: the state of the run is unknown then."""
+        raise NotImplementedError
+
+    @_specified
+    def run_lines(self, paths: RunPaths) -> Mapping[str, Sequence[str]]:
+        """Label -> lines about a run for `forge show` and the report. Raises DataError for a record that
+        cannot be read."""
+        raise NotImplementedError
 
     @_specified
     def rule_file(self) -> Path:
@@ -129,7 +164,7 @@ def _merged(found: list[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: value for one in found for key, value in one.items()}
 
 
-def _listed(found: list[Sequence[str]]) -> list[str]:
+def _listed(found: list[Sequence[Any]]) -> list[Any]:
     return [value for one in found for value in one]
 
 
@@ -157,6 +192,27 @@ def run_files() -> list[str]:
 def add_subcommands(subcommands: Any) -> None:
     """Add the subcommands of plugins."""
     _call().add_subcommands(subcommands=subcommands)
+
+
+def add_options(subcommand: str, parser: Any) -> None:
+    """Add options of plugins to a subcommand of the kernel."""
+    _call().add_options(subcommand=subcommand, parser=parser)
+
+
+def export_steps(options: Any) -> list[ExportStep]:
+    """Functions that plugins call with an export that was written. Raises ForgeError for options that one
+    refuses."""
+    return list(_call().export_step(options=options))
+
+
+def findings(paths: RunPaths) -> list[Finding]:
+    """What plugins find wrong with a run. Raises DataError."""
+    return _listed(_call().findings(paths=paths))
+
+
+def run_lines(paths: RunPaths) -> dict[str, list[str]]:
+    """Label -> lines of plugins about a run; none without lines. Raises DataError."""
+    return {k: list(v) for k, v in _merged(_call().run_lines(paths=paths)).items() if v}
 
 
 def rule_files() -> list[str]:

@@ -143,7 +143,7 @@ class _Below:
 @dataclass(frozen=True)
 class RunPaths:
     """Everything in `results/{run}/` but the locks and what plugins make. Snakemake outputs: config,
-    trained, validated, report, exported, reproduced, evaluation."""
+    trained, validated, report, exported, evaluation."""
 
     root: Path
 
@@ -177,13 +177,9 @@ class RunPaths:
     report = _Below("report.html")
     exports = _Below("export", extended=True)  # a directory for each exported checkpoint
     exported = _Below("exported.json")
-    reproduced = _Below("reproduced.json")
     evaluation = _Below("evaluation.json")
     evaluations = _Below("evaluations", extended=True)  # a record for each evaluated checkpoint
     evaluation_data = _Below("evaluations/data.json")  # which data of tasks is in the cache
-    certificates = _Below(
-        "certificates", extended=True
-    )  # of checkpoints whose steps were trained again
     bad_nodes = _Below("bad_nodes.txt")  # nodes that the next submission excludes, one per line
     monitor = _Below("monitor")  # the load of each node, in a file of its name
     logs = _Below("logs")
@@ -202,14 +198,6 @@ class RunPaths:
     def evaluation_at(self, step: int) -> Path:
         """The scores of the checkpoint at this step."""
         return self.evaluations / f"{checkpoint_name(step)}.json"
-
-    def certificate_at(self, step: int) -> Path:
-        """Certificate that the steps up to this checkpoint were trained again."""
-        return self.certificates / f"{checkpoint_name(step)}.json"
-
-    def certified_at(self, step: int) -> Path:
-        """How that ended, also where there is no certificate."""
-        return self.certificates / f"{checkpoint_name(step)}.result.json"
 
 
 def place_logs(paths: RunPaths) -> None:

@@ -21,8 +21,7 @@ from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.process import Process
 from forge.core.program_settings import Program
-from forge.core.records import Certified, Lock
-from forge.run import certified
+from forge.core.records import Lock
 from forge.trainer import metrics
 from forge.trainer.metrics import StepLine, TrainLine
 
@@ -133,11 +132,6 @@ class RunFiles:
         known = [(event.time, event.step) for event in (self.last(events.Init), saved) if event]
         known += [(line.time, line.step) for line in self.steps[-1:]]
         return max(known)[1] if known else None
-
-    @cached_property
-    def trained_again(self) -> list[Certified]:
-        """Results of `forge reproduce CHECKPOINT`. Raises DataError for a record that cannot be read."""
-        return certified.results(self.paths)
 
     @cached_property
     def rate(self) -> float | None:

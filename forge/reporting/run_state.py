@@ -25,17 +25,16 @@ from forge.cluster.jobs import (
     lasting_advice,
     slow_advice,
 )
-from forge.core import events
+from forge.core import events, hooks
 from forge.core.config import Ids
 from forge.core.errors import DataError, OtherFormat, UnfitError
 from forge.core.events import Event
 from forge.core.files import read_object_or_empty
-from forge.core.paths import RunPaths, checkpoint_name, tokens_folder
-from forge.core.records import Certified, Lock, PreflightResult, Validated, Validation
+from forge.core.paths import RunPaths, tokens_folder
+from forge.core.records import Lock, PreflightResult, Validated, Validation
 from forge.core.terminal import duration, one_line
 from forge.reporting.log_errors import LoggedError, last_error, without_command
 from forge.reporting.run_files import RunFiles
-from forge.run import certified
 
 State = Literal[
     "not started",
@@ -102,9 +101,8 @@ class RunState:
     goal: int | None
     job: str
     """Slurm's job: the queued one with its nodes, else the last one; without Slurm the host."""
-    not_reproduced: str = ""
-    """The newest part that gave another result when it was trained again; "" without one. The reason has
-    it, too."""
+    finding: str = ""
+    """The newest `hooks.Finding` of each plugin; "" without one. The reason has it, too."""
 
     @property
     def tone(self) -> Tone:
@@ -149,31 +147,28 @@ def judge(files: RunFiles, queue: Queue) -> RunState:
     """The state of a run. Raises nothing for what it finds: a record that cannot be read is the state
     `unknown`."""
     job = jobs.of_run(queue or (), files.paths.root.name, files.job_ids, Path.cwd())
-    wrong = None
+    findings: list[hooks.Finding] = []
     try:
         verdict = _judged(files, job, queue)
-        wrong = next(reversed(certified.wrong(files.trained_again)), None)
+        findings = hooks.findings(files.paths)
     except (DataError, UnfitError) as err:
         verdict = _Judgement("unknown", err.what, err.fix)
     report = files.paths.report
     is_reported = verdict.state == "validated" and report.exists()
-    line = certified.described(wrong) if wrong else ""
+    found = "; ".join(finding.text for finding in findings)
+    advice = next((finding.next for finding in findings if finding.next), "")
     return RunState(
         run=files.paths.root.name,
         state=verdict.state,
-        reason=one_line("; ".join(filter(None, (verdict.reason, line)))),
+        reason=one_line("; ".join(filter(None, (verdict.reason, found)))),
         details=tuple(map(one_line, verdict.details)),
-        next=verdict.next or (_try_again(files.paths, wrong) if wrong else ""),
+        next=verdict.next or advice,
         log=report if is_reported else verdict.log or _newest_log(files),
         step=files.step,
         goal=files.goal,
         job=_where(files, job, verdict.state),
-        not_reproduced=one_line(line),
+        finding=one_line(found),
     )
-
-
-def _try_again(paths: RunPaths, wrong: Certified) -> str:
-    return f"forge reproduce {paths.checkpoints / checkpoint_name(wrong.last)} on a third node"
 
 
 def _where(files: RunFiles, job: QueuedJob | None, state: State) -> str:

@@ -45,7 +45,8 @@ def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
     rows += [("next", summary.state.next)] if summary.state.next else []
     rows += [("checkpoint", checkpoint), ("report", report), ("validation loss", _losses(paths))]
     rows += _goodput(paths, summary)
-    rows += [("" if number else "certified", line) for number, line in enumerate(summary.certified)]
+    for label, lines in summary.of_plugins.items():
+        rows += [("" if number else label, line) for number, line in enumerate(lines)]
     rows += [("" if number else "sources", str(row)) for number, row in enumerate(summary.sources)]
     rows += [("" if number else "text", line) for number, line in enumerate(summary.text)]
     for number, row in enumerate(read_scores(paths)):

@@ -39,6 +39,7 @@ class StatusRow:
         """The row as JSON for scripts: state and speed in one object."""
         values = asdict(self)
         state = values.pop("state")
+        state["not_reproduced"] = state.pop("finding")  # as scripts know it
         return {**state, "log": state["log"] and str(state["log"]), **values}
 
 

@@ -10,6 +10,7 @@ from forge.checkpoint.checkpoints import SavedCheckpoint
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Artifact, Manifest, ParentCheckpoint, Part
 from forge.checkpoint.sealed import Seal, SealedCheckpoint
+from forge.core import hooks
 from forge.core.errors import ConfigError, DataError
 from forge.core.paths import RunPaths
 from forge.core.records import Check, PreflightResult, Sample, Trained, Validation
@@ -17,7 +18,6 @@ from forge.core.terminal import one_line
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_rows import SourceRow, source_rows, text_lines
 from forge.reporting.run_state import RunState, ask_slurm, data_folder, ids_of, judge
-from forge.run import certified
 from forge.run.forecast import Expected, end_at, expected_by
 
 T = TypeVar("T")
@@ -41,8 +41,8 @@ class Summary:
     """The goodput that is expected; None before two saves."""
     end: str = ""
     """When it will reach its goal; "" while it does not train."""
-    certified: list[str] = field(default_factory=list)
-    """Lines on steps up to checkpoints that `forge reproduce` has trained again."""
+    of_plugins: dict[str, list[str]] = field(default_factory=dict)
+    """Label -> lines of plugins (`hooks.run_lines`)."""
     text: list[str] = field(default_factory=list)
     """Lines on the text of the tokens: characters that the tokenizer loses, equal files."""
 
@@ -125,7 +125,7 @@ def summarize(paths: RunPaths) -> Summary:
     data = data_folder(files)
     text = _readable(lambda: text_lines(data, ids_of(files.config)) if data else [], troubles)
     checkpoint = _readable(files.checkpoints.latest, troubles)
-    again = _readable(lambda: files.trained_again, troubles) or []
+    of_plugins = _readable(lambda: hooks.run_lines(paths), troubles) or {}
     queue, _ = ask_slurm([paths])
     state = judge(files, queue)
     notes = [*state.details, *_verdict(state, validation, checkpoint)]
@@ -135,7 +135,7 @@ def summarize(paths: RunPaths) -> Summary:
         *(state, notes, checkpoint, trained, validation, preflight, files.world_sizes),
         expected=expected,
         end=_end(files, expected) if state.state == "running" else "",
-        certified=certified.summary(again),
+        of_plugins=of_plugins,
         text=text or [],
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.live_run import forge
-from support.past import LOSS_TOLERANCE, compares_bits
+from support.past import LOSS_TOLERANCE, compares_bits, digest
 from support.run_directory import unnamed
 
 from forge.core import events, json_lines, provenance
@@ -18,7 +18,6 @@ from forge.core.records import (
     PreflightPass,
     PreflightResult,
     Record,
-    Reproduced,
     StageRecord,
     Trained,
     Validated,
@@ -31,13 +30,12 @@ RECORDS: dict[str, type[Record]] = {
     "validated.json": Validated,
     "validation.json": Validation,
     "exported.json": Exported,
-    "reproduced.json": Reproduced,
     "preflight.json": PreflightResult,
     ".allocation/stage.json": StageRecord,
     ".allocation/preflight.json": PreflightPass,
 }
 # By run, so that a record under another name is missed.
-NUM_RECORDS = {"finished": 6, "interrupted": 3, "sealed": 4, "queued": 0}
+NUM_RECORDS = {"finished": 5, "interrupted": 3, "sealed": 4, "queued": 0}
 
 
 def config_of(run: Path) -> ResolvedConfig:
@@ -50,7 +48,7 @@ def losses(run: Path) -> dict[str, float]:
 
 
 def test_nothing_is_to_be_done_for_a_finished_run(project_of):
-    code, output = project_of("finished").snakemake("-n", "train", "export", "reproduce")
+    code, output = project_of("finished").snakemake("-n", "train", "export")
     assert code == 0, output
     assert "Nothing to be done" in output, output
 
@@ -124,3 +122,11 @@ def test_an_interrupted_run_resumes_to_the_recorded_digests(project_of, past):
         assert trained["weights_digest"] == recorded["weights_digest"]
         assert found == recorded["losses"]
     assert found == pytest.approx(recorded["losses"], abs=LOSS_TOLERANCE)
+
+
+def test_checkpoint_of_gpt2_and_muon_loads_for_export(project_of, past):
+    with contextlib.chdir(project_of("interrupted").root):
+        done = forge("export", "interrupted", "--to=model")
+        assert done.code == 0, done.text
+        found = digest(Path("model/model.safetensors"))
+    assert found == past.recorded["interrupted"]["weights_file"]

@@ -176,7 +176,7 @@ def test_steps_are_trained_again_on_another_node_than_those_that_trained(
     job = cluster.job(project.submitted()[-1])
     assert (len(launch["nodes"]), job["NumNodes"], job["NumCPUs"]) == (2, "1", "2")
     assert {job["NodeList"]} == set(cluster.nodes[:3]) - set(launch["nodes"])
-    record = read_json(run.paths.reproduced)
+    record = read_json(run.paths.root / "reproduced.json")
     made = read_json(run.folder / record["file"])["predicate"]
     assert made["by"]["machine"] == "another"
     assert [one["outcome"] for one in made["intervals"]] == ["bitwise"]

@@ -17,7 +17,7 @@ from support.recorded_run import RecordedRun
 from forge.cluster.jobs import QueuedJob
 from forge.core.files import write_json
 from forge.core.process import Process
-from forge.core.records import Certified, Check, Lock, Validation
+from forge.core.records import Check, Lock, Validation
 
 GOAL = 100
 
@@ -45,14 +45,6 @@ def hold(
     cluster = "forge" if holder.slurm_job else None
     Lock(**holder.to_json(), cluster=cluster, command=command, restart=0).write(lock)
     os.utime(lock, (time.time() - ago,) * 2)
-
-
-def trained_again(run: RecordedRun, **values: Any) -> None:
-    """Leave the record of `forge reproduce CHECKPOINT`."""
-    usual = {"first": 8, "last": 10, "result": "reproduced", "trained_on": ["n1"], "again_on": "n3"}
-    made = Certified.model_validate({**usual, **values})
-    run.paths.certificates.mkdir(exist_ok=True)
-    made.write(run.paths.certified_at(made.last))
 
 
 def dead() -> Process:

@@ -21,8 +21,8 @@ import forge
 FOLDER = Path(forge.__file__).parent
 # In the order of the rule. Modules beside them (cli, workflow, …) start Forge and may import every one.
 PACKAGES = (
-    *("core", "cluster", "data", "launch", "checkpoint", "trainer"),
-    *("staging", "preflight", "validation", "run", "reporting", "attestation", "controller"),
+    *("attestation", "core", "cluster", "data", "launch", "checkpoint", "trainer"),
+    *("staging", "preflight", "validation", "run", "reporting", "controller"),
     "commands",
 )
 
@@ -197,10 +197,10 @@ def test_import_of_a_package_to_the_right_is_found() -> None:
         cli="from forge import trainer",
     )
     assert imports_to_the_right(trees) == [
-        "forge/core/words.py:4: imports trainer; core may import core",
-        "forge/core/words.py:4: imports trainer.loop; core may import core",
-        "forge/data/files.py:2: imports launch.device; data may import core, cluster, data",
-        "forge/data/files.py:3: imports cli; data may import core, cluster, data",
+        "forge/core/words.py:4: imports trainer; core may import attestation, core",
+        "forge/core/words.py:4: imports trainer.loop; core may import attestation, core",
+        "forge/data/files.py:2: imports launch.device; data may import attestation, core, cluster, data",
+        "forge/data/files.py:3: imports cli; data may import attestation, core, cluster, data",
     ]
 
 

@@ -11,11 +11,9 @@ import pytest
 from support.repository import REPOSITORY
 
 from forge import workflow
-from forge.cluster.placement import WorldLayout
-from forge.core import events
-from forge.core.config import Config, Ids, checked, load_config
+from forge.core.config import Config, checked, load_config
 from forge.core.errors import ConfigError, UnfitError
-from forge.core.machine import Machine, Slurm
+from forge.core.machine import Slurm
 from forge.core.paths import (
     RunPaths,
     inputs_folder,
@@ -221,91 +219,9 @@ def test_memory_of_validation_of_another_program_is_that_of_the_profile():
     assert workflow.validation_mem_mb(config, 2, {}) == workflow.PROGRAM_MB
 
 
-ALLOCATION = SimpleNamespace(
-    machine=Machine(slurm={"exclude": ["n8"]}),
-    resources=lambda name: {"slurm_partition": "gpu", "gres": "gpu:2", "nodes": 2, "machine": "x"},
-    layout=lambda name: WorldLayout(2, 2),
-)
-
-
 def test_settings_are_in_the_project_and_not_beside_the_results(run):
     workflow.keep_settings({run.run: run}, None, lambda name: 5000, submits=False)
     assert settings_file(run.run).exists() and not RunPaths.of(run).root.exists()
-
-
-# --- the job of reproduce_run ---------------------------------------------------------------------
-
-
-def extra_of(run, monkeypatch, *, submits=True, trained=("n1", "n2"), **of_profile):
-    """slurm_extra of a run that these nodes have trained, and the request by which others were sought."""
-    asked = []
-
-    def avoid(request, nodes):
-        asked.append(request)
-        return sorted(nodes)
-
-    monkeypatch.setattr(workflow.submission, "nodes_to_avoid", avoid)
-    RunPaths.of(run).root.mkdir(parents=True, exist_ok=True)
-    launch = {"launch": "a", "world_size": 2, "launcher": "srun", "host": "n1", "step": 0}
-    if trained:
-        events.record(RunPaths.of(run).events, events.Launch(**launch, nodes=list(trained)))
-    settings = SimpleNamespace(
-        default_resources={"slurm_partition": "cpu", "slurm_extra": "'--exclude=n9 --nice'"},
-        overwrite_resources={"reproduce_run": of_profile},
-    )
-    extra = workflow.reproduction_extra(
-        *(run, ALLOCATION, settings), threads=2, mem_mb=3000, submits=submits
-    )
-    return extra, asked
-
-
-def test_reproduction_is_on_nodes_of_the_kind_that_trained_and_on_none_of_these(run, monkeypatch):
-    RunPaths.of(run).root.mkdir(parents=True)
-    RunPaths.of(run).bad_nodes.write_text("n7\n")
-    extra, [asked] = extra_of(run, monkeypatch)
-    assert extra == "--exclude=n9,n8,n7,n1,n2 --nice"
-    assert (asked.partition, asked.gpus, asked.cpus, asked.mem_mb) == ("gpu", ("", 2), 2, 3000)
-    assert asked.nodes == 1 and asked.excluded == {"n7", "n8", "n9"}
-    _, [asked] = extra_of(run, monkeypatch, slurm_partition="other", mem_mb=9)
-    assert (asked.partition, asked.mem_mb) == ("other", 9)
-
-
-def test_reproduction_asks_slurm_for_no_nodes_before_the_run_has_trained_or_without_slurm(
-    run, monkeypatch
-):
-    assert extra_of(run, monkeypatch, trained=()) == ("--exclude=n9,n8 --nice", [])
-    assert extra_of(run, monkeypatch, submits=False) == ("", [])
-
-
-def test_time_limit_of_a_reproduction_is_that_of_the_profile_also_as_a_formula():
-    allocation = SimpleNamespace(of_nodes={"slurm_partition": "gpu"})
-    given = {
-        name: SimpleNamespace(default_resources=value)
-        for name, value in (("none", None), ("formula", {"runtime": "attempt * 60"}))
-    }
-    assert workflow.reproduction_resources(allocation, given["formula"]) == allocation.of_nodes
-    made = workflow.reproduction_resources(allocation, given["none"])
-    assert made == {"slurm_partition": "gpu", "runtime": workflow.REPRODUCTION_MIN}
-
-
-def test_memory_of_a_reproduction_is_that_of_all_ranks(run):
-    two, four = (workflow.reproduction_mem_mb(run, trained_by(n), {}) for n in (2, 4))
-    assert 2000 < two < four and four == pytest.approx(2 * two, abs=1)
-    assert workflow.reproduction_mem_mb(run, trained_by(2), {"mem_mb": 10**6}) == 10**6
-
-
-def trained_by(nodes, mem_mb=3000):
-    """An allocation of so many nodes with one rank each."""
-    return SimpleNamespace(
-        layout=lambda run: WorldLayout(nodes, 1), resources=lambda run: {"mem_mb": mem_mb}
-    )
-
-
-def test_memory_of_a_programs_reproduction_is_that_of_all_nodes_of_its_training(run):
-    program = run.model_copy(update={"ids": Ids()})
-    assert workflow.reproduction_mem_mb(program, trained_by(4), {"mem_mb": 1000}) == 12000
-    formula = trained_by(4, "attempt * 1000")
-    assert workflow.reproduction_mem_mb(program, formula, {}) == workflow.PROGRAM_MB
 
 
 # --- --config for the allocation of one command ---------------------------------------------------

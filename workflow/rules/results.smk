@@ -47,36 +47,6 @@ rule export_run:
         "exec forge export {params.run:q} --config={params.config:q} --log={log:q}"
 
 
-# Not part of `train`: intervals of the run are trained again, by the target `reproduce`. The certificate,
-# also a negative one, is beside the export, and no output.
-rule reproduce_run:
-    input:
-        f"{FORGE.results}/{{run}}/exported.json",
-    output:
-        f"{FORGE.results}/{{run}}/reproduced.json",
-    log:
-        f"{FORGE.results}/{{run}}/logs/reproduce.log",
-    conda:
-        "../envs/forge.yaml"
-    threads: FORGE.training_ranks
-    resources:
-        # Nodes like those that have trained, on which the last bits depend, and one that is none of these.
-        # set-resources of the profile wins.
-        **FORGE.reproduction,
-        mem_mb=FORGE.reproduction_mem_mb,
-        slurm_extra=FORGE.reproduction_extra,
-    params:
-        config=FORGE.settings_of("config_run"),
-        run=lambda w: f"{FORGE.results}/{w.run}",
-        # That of the user's config, as training runs it.
-        trust=lambda w: [] if FORGE.runs[w.run].ids.tokens else ["--trust-program"],
-    shell:
-        "exec forge reproduce {params.run:q} --config={params.config:q} --log={log:q}"
-        " {params.trust:q}"
-        # A quarter of the time for each of the three intervals.
-        " --minutes=$(({resources.runtime:q} / 4))"
-
-
 rule compare_runs:
     input:
         FORGE.files_of(FORGE.runs.keys() - FORGE.failed.keys(), "validated.json"),

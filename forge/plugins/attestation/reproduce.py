@@ -21,12 +21,14 @@ from forge.core.errors import DataError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.provenance import code
-from forge.core.records import Exported, Reproduced
+from forge.core.records import Exported
 from forge.core.scratch import scratch_directory
 from forge.core.terminal import say, show
 from forge.plugins.attestation.certificate import envelope_path
 from forge.plugins.attestation.draw import Draw
 from forge.plugins.attestation.judgement import code_differences
+from forge.plugins.attestation.places import REPRODUCED
+from forge.plugins.attestation.records import Reproduced
 from forge.plugins.attestation.reproduce_options import ReproduceOptions, check
 from forge.plugins.attestation.reproduce_output import (
     MACHINES,
@@ -62,8 +64,8 @@ def trained_again(request: ReproduceOptions) -> Draw:
     check(request)
     key = _signing_key(request)
     if request.run:
-        with disk_trouble(request.run.reproduced):
-            request.run.reproduced.unlink(missing_ok=True)
+        with disk_trouble(request.run.root / REPRODUCED):
+            (request.run.root / REPRODUCED).unlink(missing_ok=True)
     try:
         # Read once: another statement may be put in its place while files are verified.
         statement = verify.read_bytes(request.folder / verify.STATEMENT)
@@ -174,7 +176,7 @@ def _record(draw: Draw, run: RunPaths, certificate: str) -> None:
         file=os.path.relpath(draw.request.certificate, run.root),
         steps=made.steps,
         steps_checked=made.steps_checked,
-    ).write(run.reproduced)
+    ).write(run.root / REPRODUCED)
 
 
 def _trainer(request: ReproduceOptions, recipe: Recipe[Any], scratch: Path) -> Retrainer[Any]:

@@ -20,9 +20,10 @@ from forge.core.errors import ConfigError, DataError, ForgeError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.process import hostname
-from forge.core.records import Certified
 from forge.core.scratch import scratch_directory
 from forge.plugins.attestation.draw import Draw
+from forge.plugins.attestation.places import CERTIFICATES, certificate_at, result_at
+from forge.plugins.attestation.records import Certified
 from forge.plugins.attestation.reproduce import refuse_bad, stopped_by_sigterm, trained_again
 from forge.plugins.attestation.reproduce_options import ReproduceOptions, check_values
 from forge.plugins.attestation.statement import write_statement
@@ -50,14 +51,15 @@ def reproduce_checkpoint(request: ReproduceOptions, run: RunPaths) -> None:
     step = checkpoint_step(folder.name)
     if step is None or not folder.is_dir():
         raise _not_there(request.folder, run)
-    refuse_link(run.certificates)
-    with disk_trouble(run.certificates):
-        run.certificates.mkdir(exist_ok=True)
-    to = request.to or run.certificate_at(step)
+    certificates = run.root / CERTIFICATES
+    refuse_link(certificates)
+    with disk_trouble(certificates):
+        certificates.mkdir(exist_ok=True)
+    to = request.to or certificate_at(run, step)
     request = replace(request, checkpoint=request.folder, run=None, to=to)
     check_values(request)
     with (
-        lock(run.certificates, "reproduce", name=f".{folder.name}.lock"),
+        lock(certificates, "reproduce", name=f".{folder.name}.lock"),
         stopped_by_sigterm(),
         scratch_directory("export") as scratch,
         _recorded(run, step),
@@ -92,7 +94,7 @@ def _recorded(run: RunPaths, step: int) -> Iterator[None]:
         with suppress(
             DataError
         ):  # a record that cannot be read stays, too: `forge status` names it
-            before = Certified.read_if_there(run.certified_at(step))
+            before = Certified.read_if_there(result_at(run, step))
             if before is None or before.result == "unchecked":
                 _write(run, unchecked)
         raise
@@ -115,7 +117,7 @@ def _record(draw: Draw, run: RunPaths) -> None:
 
 
 def _write(run: RunPaths, record: Certified) -> None:
-    record.write(run.certified_at(record.last))
+    record.write(result_at(run, record.last))
 
 
 def _nodes_of(run: RunPaths, first: int, last: int) -> list[str]:

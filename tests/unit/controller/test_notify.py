@@ -83,7 +83,7 @@ def state(tmp_path, **changes):
             ("base: needs a person", "run needs a person"),
         ),
         (  # whatever was told of this run before
-            {"state": "running", "next": "forge reproduce", "not_reproduced": "NOT reproduced: 9"},
+            {"state": "running", "next": "forge reproduce", "finding": "NOT reproduced: 9"},
             False,
             ("base: NOT reproduced: 9", "run needs a person"),
         ),

@@ -14,7 +14,7 @@ from support.repository import REPOSITORY as ROOT
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine
-from tools.config_docs import PREDICATES, SCHEMAS, TABLES, drifted, keys_text, main, tables
+from tools.config_docs import SCHEMAS, TABLES, drifted, keys_text, main, predicates, tables
 
 pytestmark = pytest.mark.tools
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.tools
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of the generated files, to spoil."""
-    for path in (*SCHEMAS, *PREDICATES, *(table.file for table in tables())):
+    for path in (*SCHEMAS, *predicates(), *(table.file for table in tables())):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     return tmp_path

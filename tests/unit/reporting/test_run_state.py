@@ -19,7 +19,6 @@ from support.run_states import (
     new_run,
     queued,
     train,
-    trained_again,
 )
 
 from forge.checkpoint.sealed import ProgramCheckpoints
@@ -140,56 +139,6 @@ def test_a_run_has_the_same_state_and_reason_whoever_is_asked(kind, capsys):
 def test_a_run_that_needs_a_person_has_a_next_command_and_no_other_has(kind):
     found = judged(kind[0], QUEUE)
     assert bool(found.next) == (found.state not in ("finished", "validated", "waiting", "running"))
-
-
-def test_a_part_that_was_not_reproduced_is_the_reason_whoever_is_asked(run, capsys):
-    hold(run)
-    train(run)
-    trained_again(run, last=10, is_bitwise=True)
-    assert now(judged(run, None)) == "training"
-    trained_again(run, result="not reproduced", first=18, last=20, trained_on=list("abcdef"))
-    line = "NOT reproduced: steps 19 to 20, trained on a, b, c, d and 2 more, again on n3"
-    found = judged(run, None)
-    assert (found.state, found.reason) == ("running", f"training; {line}")
-    assert found.next == f"forge reproduce {run.root}/checkpoints/step-00000020 on a third node"
-    for shown in (
-        lambda: show.show([run.paths]),
-        lambda: status.status([run.paths]),
-        lambda: print(render(run.paths)),
-    ):
-        shown()
-        assert line in capsys.readouterr().out
-
-
-def test_parts_that_were_trained_again_are_counted_by_show_and_report(run, capsys):
-    train(run)
-    show.show([run.paths])
-    assert "certified" not in capsys.readouterr().out
-    for last in (10, 20, 30):
-        trained_again(run, first=last - 2, last=last, is_bitwise=True)
-    counted = "3 of 3 parts trained again bitwise equal"
-    assert counted in render(run.paths)
-    show.show([run.paths])
-    assert f"certified       {counted}\n" in capsys.readouterr().out
-    trained_again(run, first=None, last=30, result="unchecked", why="no room\nfor it")
-    show.show([run.paths])
-    said = capsys.readouterr().out
-    assert "certified       2 of 3 parts trained again bitwise equal\n" in said
-    assert "  steps up to 30 could not be trained again: no room\n" in said
-    trained_again(run, last=10, is_bitwise=False)
-    assert "2 of 3 parts trained again as they were, 1 bitwise equal" in render(run.paths)
-    trained_again(run, last=10, again_on="n1")
-    assert "1 bitwise equal, 1 on a node that had trained it" in render(run.paths)
-
-
-def test_record_of_a_part_that_cannot_be_read_is_named_and_hides_nothing_else(run, capsys):
-    train(run)
-    trained_again(run)
-    file = run.paths.certified_at(10)
-    file.write_text("{}")
-    assert judged(run, None).state == "unknown" and str(file) in judged(run, None).reason
-    show.show([run.paths])
-    assert "validation loss" in capsys.readouterr().out
 
 
 def test_a_lock_of_another_version_is_reported_by_its_file(run):

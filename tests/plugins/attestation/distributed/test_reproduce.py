@@ -27,10 +27,11 @@ from forge.core import events
 from forge.core.files import canonical, digest_bytes, digest_file, read_json, write_json
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
-from forge.core.records import Certified, Reproduced
 from forge.plugins.attestation import retrain
 from forge.plugins.attestation.certificate import Reproduction, envelope_path
+from forge.plugins.attestation.places import CERTIFICATES, REPRODUCED, certificate_at, result_at
 from forge.plugins.attestation.recipe_of_trainer import TrainerRecipe
+from forge.plugins.attestation.records import Certified, Reproduced
 
 pytestmark = pytest.mark.all
 
@@ -156,7 +157,7 @@ def test_run_that_is_named_gives_its_last_export_its_checkpoints_and_a_record(
     assert "reproduced: 4 of 12 steps trained again" in said
     log = Path("reproduce.log").read_text()
     assert all(line in log for line in said.splitlines())
-    record = Reproduced.read(run.paths.reproduced)
+    record = Reproduced.read(run.folder / REPRODUCED)
     assert (record.step, record.steps, record.steps_checked) == (12, 12, 4)
     assert record.file == "export/step-00000012.certificate.json"
     named = ("verify", "results/honest/export/step-00000012")
@@ -165,7 +166,7 @@ def test_run_that_is_named_gives_its_last_export_its_checkpoints_and_a_record(
 
     shutil.rmtree(run.paths.checkpoints)
     assert forge("reproduce", "results/honest").code == 65
-    assert not run.paths.reproduced.exists()
+    assert not (run.folder / REPRODUCED).exists()
 
 
 @pytest.mark.parametrize(
@@ -443,7 +444,7 @@ def test_config_of_the_statement_that_did_not_make_the_checkpoints_is_found(proj
 
 
 def result_of(run: Run, step: int) -> Certified:
-    return Certified.read(run.paths.certified_at(step))
+    return Certified.read(result_at(run.paths, step))
 
 
 def test_steps_up_to_a_checkpoint_that_is_named_are_trained_again_while_the_run_is_locked(
@@ -461,9 +462,9 @@ def test_steps_up_to_a_checkpoint_that_is_named_are_trained_again_while_the_run_
         **{"first": 4, "last": 8, "result": "reproduced", "is_bitwise": True},
         **{"trained_on": [hostname()], "again_on": hostname()},
     )
-    assert not run.paths.exports.exists() and not run.paths.reproduced.exists()
+    assert not run.paths.exports.exists() and not (run.folder / REPRODUCED).exists()
 
-    made = read_json(run.paths.certificate_at(8))["predicate"]
+    made = read_json(certificate_at(run.paths, 8))["predicate"]
     assert (made["seed"], made["export"], "chance" in made) == (None, "same", False)
     model = export_of(run, project / "model")  # of the last step: another statement
     verified = ("verify", "model", "--certificate=results/honest/certificates/step-00000008.json")
@@ -471,7 +472,7 @@ def test_steps_up_to_a_checkpoint_that_is_named_are_trained_again_while_the_run_
     shutil.rmtree(model)
     exported = forge("export", "results/honest/checkpoints/step-00000008", "--to=model")
     assert exported.code == 0, exported.text
-    shutil.copy(run.paths.certificates / "step-00000008.statement.json", "model/statement.json")
+    shutil.copy(run.folder / CERTIFICATES / "step-00000008.statement.json", "model/statement.json")
     done = forge(*verified)
     assert done.code == 0, done.text
 
@@ -506,7 +507,7 @@ def test_steps_that_could_not_be_trained_again_are_recorded_as_unchecked(
     assert done.code == 69
     assert "steps 5 to 8 did not end within 7 minutes" in result_of(run, 8).why
     assert result_of(run, 8).result == "unchecked"
-    assert not run.paths.certificate_at(8).exists()
+    assert not certificate_at(run.paths, 8).exists()
 
 
 def test_checkpoint_that_is_pruned_while_it_is_read_is_unchecked_with_what_keeps_it(
@@ -535,7 +536,7 @@ def test_interrupted_reproduction_of_a_checkpoint_leaves_no_result_and_no_export
     run = honest.copy(project / "results/honest")
     assert forge("reproduce", "results/honest/checkpoints/step-00000008").code == 75
     assert not list((project / "scratch").iterdir())
-    assert not list(run.paths.certificates.glob("*.json"))
+    assert not list((run.folder / CERTIFICATES).glob("*.json"))
 
 
 def test_checkpoint_that_is_gone_or_that_options_do_not_fit_is_refused_with_what_to_do(

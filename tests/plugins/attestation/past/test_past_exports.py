@@ -19,6 +19,8 @@ from support.repository import REPOSITORY
 from forge.attestation import verify
 from forge.core.files import read_json
 from forge.plugins.attestation.certificate import Reproduction
+from forge.plugins.attestation.places import REPRODUCED
+from forge.plugins.attestation.records import Reproduced
 
 NewProject = Callable[[str], Project]
 KEYS = ("--key=author.pub", "--certifier=certifier.pub")
@@ -108,15 +110,14 @@ def test_export_that_is_there_is_left_as_it_is_and_its_statement_stays_the_same(
     assert {path.name: digest(path) for path in folder.iterdir()} == before
 
 
-def test_checkpoint_of_gpt2_and_muon_loads_for_export(project_of: NewProject, past: Past):
-    with contextlib.chdir(project_of("interrupted").root):
-        done = forge("export", "interrupted", "--to=model")
-        assert done.code == 0, done.text
-        found = digest(Path("model/model.safetensors"))
-    assert found == past.recorded["interrupted"]["weights_file"]
-
-
 # --- training again ---------------------------------------------------------------------------------
+
+
+def test_old_reproduction_is_read_and_nothing_is_to_be_done_for_it(project_of: NewProject):
+    project = project_of("finished")
+    assert Reproduced.read(project.path(REPRODUCED, "finished")).steps_checked == 8
+    code, output = project.snakemake("-n", "reproduce")
+    assert code == 0 and "Nothing to be done" in output, output
 
 
 def test_steps_of_the_old_run_are_bitwise_equal_today_by_a_certificate_that_both_accept(

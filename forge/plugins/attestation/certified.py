@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge.core.paths import CHECKPOINT_PREFIX, RunPaths
-from forge.core.records import Certified
+from forge.core.hooks import Finding
+from forge.core.paths import CHECKPOINT_PREFIX, RunPaths, checkpoint_name
+from forge.plugins.attestation.places import CERTIFICATES
+from forge.plugins.attestation.records import Certified
 
 WRONG = "NOT reproduced"
 MOST_NAMED = 4  # nodes in one line
@@ -14,7 +16,7 @@ MOST_NAMED = 4  # nodes in one line
 def results(paths: RunPaths) -> list[Certified]:
     """Results for the steps up to each checkpoint, by step; [] where nothing was trained again.
     Raises DataError for a record that cannot be read."""
-    files = paths.certificates.glob(f"{CHECKPOINT_PREFIX}*.result.json")
+    files = (paths.root / CERTIFICATES).glob(f"{CHECKPOINT_PREFIX}*.result.json")
     return sorted((Certified.read(file) for file in files), key=lambda one: one.last)
 
 
@@ -40,9 +42,16 @@ def _names(nodes: Sequence[str]) -> str:
     return f"{names} and {more} more" if more > 0 else names
 
 
-def wrong(found: Sequence[Certified]) -> list[Certified]:
-    """Certified parts whose steps did not give the same result again."""
-    return [one for one in found if one.result == "not reproduced"]
+def findings(paths: RunPaths) -> list[Finding]:
+    """The newest part whose steps did not give the same result again. Raises DataError."""
+    wrong = [one for one in results(paths) if one.result == "not reproduced"]
+    return [
+        Finding(
+            described(one),
+            f"forge reproduce {paths.checkpoints / checkpoint_name(one.last)} on a third node",
+        )
+        for one in wrong[-1:]
+    ]
 
 
 def summary(found: Sequence[Certified]) -> list[str]:

@@ -1,0 +1,20 @@
+"""Files of what was trained again, in the directory of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from forge.core.paths import RunPaths, checkpoint_name
+
+REPRODUCED = "reproduced.json"
+CERTIFICATES = "certificates"  # of checkpoints whose steps were trained again
+
+
+def certificate_at(paths: RunPaths, step: int) -> Path:
+    """Certificate that the steps up to this checkpoint were trained again."""
+    return paths.root / CERTIFICATES / f"{checkpoint_name(step)}.json"
+
+
+def result_at(paths: RunPaths, step: int) -> Path:
+    """How that ended, also where there is no certificate."""
+    return paths.root / CERTIFICATES / f"{checkpoint_name(step)}.result.json"
