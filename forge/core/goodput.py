@@ -16,6 +16,8 @@ from forge.core.terminal import duration
 # Where nothing is known: one event in a day. arXiv 2410.21680 has one failure in 7.9 h on 1,024 GPUs: one
 # in a day on 340.
 ASSUMED_SEC = 24 * 3600.0
+# The mean of a few minutes says little: it is that of what was seen, and so long more without an event.
+UNSEEN_SEC = 3600.0
 RESTART_SEC = 60.0  # down time of an event, before one was measured
 DETECTION_SEC = (
     30.0  # a killed rank is noticed within seconds, a dead node or a hang within minutes
@@ -78,11 +80,12 @@ class Interruptions(RecordPart):
 
     @property
     def between_events(self) -> float:
-        """While launches run: the mean that was seen, or with one event in ASSUMED_SEC beside it if that
-        is shorter. A site where nothing has happened yet is not one where nothing will, and one where
-        much happens needs no day to show it."""
+        """While launches run: the mean of what was seen and UNSEEN_SEC without an event, or with one
+        event in ASSUMED_SEC beside it if that is shorter. A site where nothing has happened yet is not
+        one where nothing will; one where much happens needs no day to show it, but more than a minute."""
         with_assumed = (self.seconds + ASSUMED_SEC) / (self.number + 1)
-        return min(self.seconds / self.number, with_assumed) if self.number else with_assumed
+        seen = (self.seconds + UNSEEN_SEC) / self.number if self.number else math.inf
+        return min(seen, with_assumed)
 
     @property
     def saved_share(self) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from forge.core.goodput import STALL_SEC, Interruptions
 from forge.core.terminal import duration
 from forge.core.train_settings import Train
 from forge.run.interruptions import interruptions
+
+_SAVED_AT_THE_END = (events.Stop, events.Completed, events.Preempted, events.Requeue)
 
 
 class Expected(NamedTuple):
@@ -77,12 +80,15 @@ def _expected(known: Interruptions, interval: float, stall: float) -> Expected |
 
 
 def _gaps(log: Sequence[Event]) -> Iterator[float]:
-    """Seconds of training between two saves of a launch."""
-    before: events.Save | None = None
-    for event in log:
-        if isinstance(event, events.Launch):
-            before = None
-        elif isinstance(event, events.Save):
-            if before and event.time - event.stall > before.time:
-                yield event.time - event.stall - before.time
-            before = event
+    """Seconds of training between two saves of a launch, but not before that of its end, which comes at
+    any time."""
+    saves: list[events.Save] = []
+    for event in [*log, None]:
+        if isinstance(event, events.Save):
+            saves.append(event)
+        elif isinstance(event, _SAVED_AT_THE_END) and saves and saves[-1].step == event.step:
+            saves.pop()
+        if event is None or isinstance(event, events.Launch):
+            ends = ((one.time, other.time - other.stall) for one, other in pairwise(saves))
+            yield from (end - start for start, end in ends if end > start)
+            saves = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +18,7 @@ from forge.core.errors import ForgeError
 from forge.core.events import Event
 from forge.core.goodput import Interruptions
 from forge.core.paths import RunPaths
+from forge.core.process import hostname
 from forge.launch.stop_signal import CAUSES, PERSONS_CAUSES
 
 SINCE_SEC = 30 * 24 * 3600.0  # older events say little about a site
@@ -53,12 +54,31 @@ def known_at_launch(config: Config, paths: RunPaths, job: slurm.Job | None) -> I
 
 def known_here(paths: RunPaths, *, partition: str | None = None) -> Interruptions:
     """Interruptions of the last 30 days, from the event logs of this run and of others in its `results`,
-    and from Slurm's accounting of this user's jobs in a partition ("": in all; None asks no Slurm)."""
+    and from Slurm's accounting of this user's jobs in a partition ("": in all). None: on this machine,
+    and no Slurm is asked. Launches elsewhere do not count: a laptop says nothing of a cluster."""
     since = time.time() - SINCE_SEC
-    own = _read(paths)
-    logs = [own, *(_read(other) for other in _others(paths))]
     starts = [] if partition is None else slurm.accounted_starts(since, partition)
-    return interruptions([[e for e in log if since <= e.time] for log in logs], starts)
+    jobs = {start.job for start in starts} if partition else set()
+    here = hostname()
+
+    def is_here(launch: events.Launch) -> bool:
+        if partition is None or launch.job is None:
+            return partition is None and launch.job is None and launch.host == here
+        return not jobs or launch.job in jobs  # without accounting no job's partition is known
+
+    logs = [_read(one) for one in (paths, *_others(paths))]
+    recent = [[event for event in log if since <= event.time] for log in logs]
+    return interruptions([list(_of_launches(log, is_here)) for log in recent], starts)
+
+
+def _of_launches(log: Iterable[Event], counts: Callable[[events.Launch], bool]) -> Iterator[Event]:
+    """The events of these launches, each up to the next launch."""
+    is_counted = False
+    for event in log:
+        if isinstance(event, events.Launch):
+            is_counted = counts(event)
+        if is_counted:
+            yield event
 
 
 def interruptions(

@@ -90,8 +90,14 @@ def test_mean_between_events_is_the_one_seen_or_the_cautious_one_if_that_is_shor
     day = 24 * HOUR
     assert Interruptions().between_events == day
     assert Interruptions(seconds=9 * day).between_events == 10 * day
-    assert Interruptions(number=3, seconds=600).between_events == 200
+    assert Interruptions(number=100, seconds=9 * HOUR).between_events == HOUR / 10
     assert Interruptions(number=1, seconds=9 * day).between_events == 5 * day
+
+
+def test_minutes_of_a_toy_run_that_was_killed_do_not_say_that_no_run_ever_ends():
+    killed = Interruptions(number=1, seconds=20, not_saved=1)
+    assert killed.between_events == HOUR + 20
+    assert killed.ettr(600, 5) > 0.85
 
 
 def test_share_of_saved_events_is_never_all_of_them():

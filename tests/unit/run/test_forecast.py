@@ -49,7 +49,20 @@ def test_run_that_saves_by_steps_is_expected_to_do_what_its_log_says():
     expected = expected_by(log)
     assert (expected.interval, expected.stall) == (59.5, 0.5)
     assert "1 interruption in 3 min 20 s, 0 of 1 with time for a save" in str(expected)
+    assert expected.ettr > 0.9
     assert expected_by(log[:2]) is None
+
+
+@pytest.mark.parametrize(
+    "ending", [happenings.stop("Ctrl-C", step=130), happenings.completed(step=130)]
+)
+def test_save_of_an_end_is_no_periodic_one(ending):
+    """It comes at any time, such as right after the last one."""
+    periodic = [at(60 * n, happenings.save(step=50 * n, seconds=0, stall=0)) for n in (1, 2)]
+    final = at(120.001, happenings.save(step=130, seconds=0, stall=0))
+    log = [at(0, happenings.launch()), *periodic, final, at(121, ending)]
+    assert expected_by(log).interval == 60
+    assert expected_by([log[0], periodic[1], *log[3:]]) is None
 
 
 def test_gap_between_launches_is_no_interval():

@@ -101,6 +101,7 @@ def test_jobs_of_slurm_count_unless_a_log_has_them():
 
 def test_other_runs_of_the_project_are_known(tmp_path, monkeypatch):
     monkeypatch.setattr(module.time, "time", lambda: 40.0 * 24 * HOUR)
+    monkeypatch.setattr(module, "hostname", lambda: "laptop")
     recent, old = 39 * 24 * HOUR, 24 * HOUR
     logs = {
         "own": launched(recent, at(recent + 100, happenings.lost())),
@@ -116,6 +117,37 @@ def test_other_runs_of_the_project_are_known(tmp_path, monkeypatch):
     (tmp_path / "newer/events.jsonl").write_text('{"event": "lost", "format": 99}\n')
     known = known_here(RunPaths(tmp_path / "own"))
     assert (known.number, known.saved, known.not_saved) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("partition", "accounted", "counted"),
+    [
+        (None, [], {"own"}),  # on the laptop
+        ("gpu", ["7"], {"of-7"}),
+        ("gpu", [], {"of-7", "of-8"}),  # no accounting, so no job's partition is known
+        ("", ["7"], {"of-7", "of-8"}),
+    ],
+)
+def test_launches_of_another_machine_or_partition_do_not_count(
+    tmp_path, monkeypatch, partition, accounted, counted
+):
+    """Each log lasts a power of ten, so that the sum tells which of them count."""
+    monkeypatch.setattr(module, "hostname", lambda: "laptop")
+    monkeypatch.setattr(module.time, "time", lambda: 90.0 * HOUR)
+    starts = [AccountedStart(job, "RUNNING", 50) for job in accounted]
+    monkeypatch.setattr(module.slurm, "accounted_starts", lambda *_: starts)
+    facts = {
+        "own": {},
+        "other-host": {"host": "desktop"},
+        "of-7": {"job": "7"},
+        "of-8": {"job": "8"},
+    }
+    seconds = {name: 10**power for power, name in enumerate(facts, 2)}
+    for name, of_launch in facts.items():
+        for event in launched(0, at(seconds[name], happenings.lost()), **of_launch):
+            events.record(tmp_path / name / "events.jsonl", event)
+    known = known_here(RunPaths(tmp_path / "own"), partition=partition)
+    assert (known.number, known.seconds) == (len(counted), sum(seconds[n] for n in counted))
 
 
 def test_slurm_is_asked_for_an_automatic_interval_only(tmp_path, monkeypatch):

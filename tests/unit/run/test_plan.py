@@ -15,6 +15,7 @@ from forge.core.config import Config, load_config
 from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
 from forge.core.paths import tokens_folder
+from forge.core.process import hostname
 from forge.data.content_ids import resolve_ids
 from forge.run.plan import plan
 
@@ -86,7 +87,7 @@ def test_plan_forecasts_goodput_and_end_and_says_what_they_rest_on(config_file, 
     assert goodput.endswith("no interruption known: assumes one in 24 h (stall assumed)")
     assert re.fullmatch(r"forecast: a start now ends \d{4}-\d\d-\d\d \d\d:\d\d UTC, in .*", ends)
     log = tmp_path / "results/other/events.jsonl"
-    for event, ago in ((happenings.launch(), 7200), (happenings.lost(), 3600)):
+    for event, ago in ((happenings.launch(host=hostname()), 7200), (happenings.lost(), 3600)):
         events.record(log, event.model_copy(update={"time": time.time() - ago}))
     _, printed = planned(capsys, config_file, *own, "--train.checkpoint_minutes=auto")
     assert (

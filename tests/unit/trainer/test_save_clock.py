@@ -8,7 +8,7 @@ from forge.core.goodput import Interruptions, best_interval
 from forge.trainer.save_clock import FIRST_SEC, SaveClock, told
 
 DAY = 24 * 3600.0
-EVERY_TEN_MINUTES = Interruptions(number=12, seconds=7200, saved=6, not_saved=6)
+EVERY_TEN_MINUTES = Interruptions(number=12, seconds=3600, saved=6, not_saved=6)
 
 
 class Clock:
@@ -91,7 +91,7 @@ def test_interval_grows_while_nothing_happens(clock):
     [(0.0, 0.0, 10), (0.0, 40.0, 80), (60.0, 70.0, 600), (0.1, 900.0, 1800)],
 )
 def test_saves_leave_time_to_train(clock, stall, save, interval):
-    saves = SaveClock("auto", Interruptions(number=100, seconds=1000), clock)
+    saves = SaveClock("auto", Interruptions(number=1000, seconds=1000), clock)
     saves.measure(stall, save)
     assert saves.interval == interval
 
@@ -119,12 +119,13 @@ def test_interval_is_told_when_it_is_chosen_and_when_it_has_changed_by_a_quarter
 
 
 def test_expected_goodput_is_told_again_when_it_has_changed(clock):
-    saves = SaveClock("auto", Interruptions(number=10, seconds=200, stall=0.1, save=0.2), clock)
-    assert saves.changed(1).interval == 10
-    clock.now += 400
+    saves = SaveClock("auto", Interruptions(number=40, seconds=400, stall=0.1, save=0.2), clock)
+    first = saves.changed(1)
+    assert (first.interval, first.ettr < 0.5) == (10, True)
+    clock.now += 12000
     later = saves.changed(2)
     assert later.interval == 10  # the least, as before
-    assert later.ettr > 0.2
+    assert later.ettr > 0.7
     assert saves.changed(3) is None
 
 
@@ -133,7 +134,7 @@ def test_what_is_told_has_the_interval_its_reason_and_the_history(clock):
     saves.measure(0.5, 2.0)
     assert told(saves.changed(40)) == (
         "a checkpoint every 33 s (train.checkpoint_minutes: auto; a save stalls training for 0.5 s;"
-        " 12 interruptions in 2 h, 6 of 12 with time for a save)"
+        " 12 interruptions in 1 h, 6 of 12 with time for a save)"
     )
 
 
