@@ -156,7 +156,7 @@ def _report(options: argparse.Namespace) -> None:
     from forge.core.process import fast_imports
 
     with fast_imports():
-        from forge.reporting.report import write_report
+        from forge.plugins.pages.report import write_report
         from forge.reporting.trusted import directory_of
 
     path = write_report(directory_of(options.config) or RunPaths.of(config_of(options)))

@@ -73,7 +73,7 @@ def _status(options: argparse.Namespace) -> None:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    from forge.reporting.compare import compare
+    from forge.plugins.pages.compare import compare
     from forge.reporting.find_runs import find_runs
 
     compare(find_runs(options.runs, with_config=True), as_json=options.json, page=options.html)

@@ -21,7 +21,7 @@ from unittest import mock
 from support.recorded_run import interrupted_run
 
 from forge.cli import main
-from forge.reporting import charts
+from forge.plugins.pages import charts
 
 SEC, MEMORY_BYTES = 30, 2**31  # the second beyond what the process has before
 RUN = Path("results/base")

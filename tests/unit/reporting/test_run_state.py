@@ -29,8 +29,8 @@ from forge.core.file_list import FileList
 from forge.core.files import read_json, write_json
 from forge.core.process import Process
 from forge.core.records import Lock
+from forge.plugins.pages.report import render
 from forge.reporting import logs, run_state, show, status, summary, workflow_output
-from forge.reporting.report import render
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import judge
 

@@ -24,7 +24,7 @@ from forge.data.tokenizer import load_tokenizer
 from forge.plugins.evaluation import evaluate as evaluation
 from forge.plugins.evaluation.records import Evaluations
 from forge.plugins.evaluation.settings import Evaluate
-from forge.reporting.compare import comparison, to_json
+from forge.plugins.pages.compare import comparison, to_json
 from forge.trainer.models.decoder import Decoder, make_decoder
 
 TASKS = Path(__file__).parent / "tasks"

@@ -12,10 +12,10 @@ from support.recorded_run import RecordedRun
 from forge.checkpoint.manifest import ParentCheckpoint
 from forge.core.files import read_json, write_json
 from forge.core.paths import RunPaths
-from forge.reporting import charts
-from forge.reporting.compare import compare
-from forge.reporting.report import render
-from forge.reporting.run_tree import families, family_of
+from forge.plugins.pages import charts
+from forge.plugins.pages.compare import compare
+from forge.plugins.pages.report import render
+from forge.plugins.pages.run_tree import families, family_of
 
 
 @pytest.fixture

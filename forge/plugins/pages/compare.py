@@ -13,11 +13,11 @@ from forge.core.errors import ConfigError
 from forge.core.files import atomic_open, read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.terminal import Table, duration, say
+from forge.plugins.pages.node_load import read_loads
+from forge.plugins.pages.run_tree import TreeRun, families
 from forge.reporting.history import device_hours, facts, read_history_or_empty
-from forge.reporting.node_load import read_loads
 from forge.reporting.run_rows import ScoreRow, read_scores
 from forge.reporting.run_state import COLORS, RunState
-from forge.reporting.run_tree import TreeRun, families
 from forge.reporting.summary import summarize
 
 NONE = "–"
@@ -200,7 +200,7 @@ def _table(compared: Comparison) -> Table:
 
 
 def _write_page(path: Path, compared: Comparison, family: list[TreeRun]) -> None:
-    from forge.reporting.report import environment, family_context
+    from forge.plugins.pages.report import environment, family_context
 
     template = environment().get_template("compare.html.j2")
     page = template.render(compared=compared, phases=[], **family_context(family))

@@ -9,10 +9,10 @@ import pytest
 from support.recorded_run import START, RecordedRun
 
 from forge.launch.monitor import NodeLoad
-from forge.reporting import node_load
+from forge.plugins.pages import node_load
+from forge.plugins.pages.node_load import BINS, read_loads
+from forge.plugins.pages.report import render
 from forge.reporting.history import read_history
-from forge.reporting.node_load import BINS, read_loads
-from forge.reporting.report import render
 
 GIB = 2**30
 

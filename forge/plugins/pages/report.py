@@ -15,7 +15,7 @@ from forge.core import events
 from forge.core.files import atomic_open, read_json
 from forge.core.paths import RunPaths
 from forge.core.terminal import duration
-from forge.reporting.charts import (
+from forge.plugins.pages.charts import (
     family_chart,
     load_chart,
     loss_chart,
@@ -24,6 +24,8 @@ from forge.reporting.charts import (
     time_blocks,
     time_ticks,
 )
+from forge.plugins.pages.node_load import read_loads
+from forge.plugins.pages.run_tree import TreeRun, family_of
 from forge.reporting.history import (
     PHASES,
     History,
@@ -32,9 +34,7 @@ from forge.reporting.history import (
     facts,
     read_history,
 )
-from forge.reporting.node_load import read_loads
 from forge.reporting.run_rows import read_scores
-from forge.reporting.run_tree import TreeRun, family_of
 from forge.reporting.summary import Summary, preflight_checks, summarize, validation_checks
 
 TEMPLATES = Path(__file__).parent / "templates"

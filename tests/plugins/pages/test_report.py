@@ -20,9 +20,9 @@ from forge.core.files import read_json, write_json
 from forge.core.paths import STATISTICS, tokens_folder
 from forge.core.records import Check
 from forge.data.statistics import Statistics, TextCounts
-from forge.reporting.charts import time_blocks, time_ticks
+from forge.plugins.pages.charts import time_blocks, time_ticks
+from forge.plugins.pages.report import render, write_report
 from forge.reporting.history import Phase, read_history
-from forge.reporting.report import render, write_report
 from forge.reporting.show import show
 from forge.reporting.summary import summarize
 
@@ -158,7 +158,7 @@ def test_equal_files_give_equal_bytes_in_another_process(finished: RecordedRun) 
     here = write_report(finished.paths).read_bytes()
     code = (
         "import sys; from pathlib import Path; from forge.core.paths import RunPaths\n"
-        "from forge.reporting.report import write_report; write_report(RunPaths(Path(sys.argv[1])))"
+        "from forge.plugins.pages.report import write_report; write_report(RunPaths(Path(sys.argv[1])))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7", "TZ": "Asia/Kolkata"}
     subprocess.run([sys.executable, "-c", code, finished.root], check=True, env=environment)

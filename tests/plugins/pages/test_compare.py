@@ -15,9 +15,9 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import digest_file, read_json, write_json
 from forge.core.records import Evaluated, Evaluation, Score
-from forge.reporting.compare import ComparedRow, compare, comparison, to_json
+from forge.plugins.pages.compare import ComparedRow, compare, comparison, to_json
+from forge.plugins.pages.report import render
 from forge.reporting.history import device_hours, read_history
-from forge.reporting.report import render
 from forge.reporting.run_rows import read_scores
 from forge.reporting.show import show
 

@@ -5,8 +5,8 @@ import re
 import pandas as pd
 import pytest
 
-from forge.reporting import charts
-from forge.reporting.run_tree import TreeRun
+from forge.plugins.pages import charts
+from forge.plugins.pages.run_tree import TreeRun
 
 
 def member(run, losses, parent="", start=0):

@@ -14,9 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from forge.plugins.pages.node_load import LoadCurve
+from forge.plugins.pages.run_tree import TreeRun
 from forge.reporting.history import PHASES, History, Phase
-from forge.reporting.node_load import LoadCurve
-from forge.reporting.run_tree import TreeRun
 
 if TYPE_CHECKING:
     import pandas as pd

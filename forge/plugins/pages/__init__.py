@@ -1,0 +1,1 @@
+"""Pages for people: a report of each run, a comparison of runs."""
