@@ -41,10 +41,10 @@ class Flow:
     snakemake: its Workflow. values: the global `config` of the Snakefile. An error of Snakemake, with the
     message alone, for a config, sheet or profile that is refused.
 
-    runs: name -> config. results, data: the directories of all runs. comparison: the page that compares
-    them. settings: rule -> run -> file (`workflow.rule_settings`). waiting: runs that begin when another
-    one of the sheet has trained -> its name. failed: runs whose config has failed before -> the message:
-    no allocation is spent on them. environment: path of the conda environment, for rules of plugins.
+    runs: name -> config. results, data: the directories of all runs. settings: rule -> run -> file
+    (`workflow.rule_settings`). waiting: runs that begin when another one of the sheet has trained -> its
+    name. failed: runs whose config has failed before -> the message: no allocation is spent on them.
+    environment: path of the conda environment, for rules of plugins.
     """
 
     def __init__(self, snakemake: Any, values: dict[str, Any]) -> None:
@@ -78,8 +78,7 @@ class Flow:
         self.allocation = Allocation(of_profile, self.runs, self._layouts, self._profile)
         workflow.set_resources(resources, jobs.TRAIN_RULE, self.allocation.of_profile)
         self.results, self.data = shared_folders(self.runs)
-        self.comparison = f"{self.results}/compare.html"
-        self.settings = workflow.rule_settings(self.runs, self.comparison, main=main)
+        self.settings = workflow.rule_settings(self.runs, main=main)
 
     @cached_property
     def tokens(self) -> dict[str, ResolvedConfig]:
@@ -172,12 +171,10 @@ class Flow:
         made = Path(f"{self.results}/{wildcards.run}/.parent_trained")
         return [made] if wildcards.run in self.waiting or made.exists() else []
 
-    def wanted_files(self, target: str, runs: Iterable[str]) -> list[str]:
-        """Files that plugins add to what this target asks for."""
-        wanted = {run: hooks.wanted_files(self.runs[run], target) for run in runs}
-        return [
-            path for run, names in wanted.items() if names for path in self.files_of([run], *names)
-        ]
+    def wanted_files(self, target: str, runs: Iterable[str], *own: str) -> list[str]:
+        """Files of each run that this target asks for: its own, and those that plugins add."""
+        wanted = {run: (*own, *hooks.wanted_files(self.runs[run], target)) for run in runs}
+        return [path for run, names in wanted.items() for path in self.files_of([run], *names)]
 
     def resumed_files(self, wildcards: Any) -> list[str]:
         """Files that `train` asks for, of the runs that have a checkpoint."""
@@ -190,7 +187,7 @@ class Flow:
                 f"nothing to resume: none of {', '.join(self.runs)} has"
                 f" {self.results}/RUN/checkpoints/latest.\nStart with the target `train`."
             )
-        return self.files_of(self._resumed, "validated.json", "report.html")
+        return self.wanted_files("resume", self._resumed, "validated.json")
 
     # --- resources and groups of rules ---
 

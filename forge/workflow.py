@@ -491,10 +491,8 @@ class RuleSettings:
                 os.utime(self.path, ns=(when, when))
 
 
-def rule_settings(
-    runs: Mapping[str, ResolvedConfig], page: str, *, main: bool
-) -> dict[str, dict[str, str]]:
-    """Rule -> run -> path of its settings, an input; for compare_runs one path, by its page.
+def rule_settings(runs: Mapping[str, ResolvedConfig], *, main: bool) -> dict[str, dict[str, str]]:
+    """Rule -> run -> path of its settings, an input; of a rule over all runs by its output.
 
     main: whether to write them, False for the Snakemake inside a job. Raises UnfitError where the disk
     does not let it.
@@ -502,11 +500,8 @@ def rule_settings(
     by_rule: dict[str, dict[str, RuleSettings]] = {
         "config_run": {name: _of_training(config) for name, config in runs.items()},
         "validate_run": {name: _of_validation(config) for name, config in runs.items()},
-        "compare_runs": {page: RuleSettings.of("compare", sorted(runs), Path(page), None)},
+        **hooks.rule_settings(runs),
     }
-    for name, config in runs.items():
-        for rule, settings in hooks.rule_settings(config).items():
-            by_rule.setdefault(rule, {})[name] = settings
     for settings in (file for by_run in by_rule.values() for file in by_run.values() if main):
         settings.write()
     return {

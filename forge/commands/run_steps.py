@@ -1,4 +1,4 @@
-"""Subcommands that make a run, from staging to its report."""
+"""Subcommands that make a run, from staging to its validation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from forge.commands.subcommands import (
     settings_option,
 )
 from forge.core import hooks
-from forge.core.terminal import say
 
 
 def add_run_steps(subcommands: Subcommands) -> None:
@@ -58,7 +57,6 @@ def add_run_steps(subcommands: Subcommands) -> None:
             "plan", _plan, "show the memory, checkpoints and time a run will need"
         )
     )
-    subcommands.with_config("report", _report, "write the run's report.html")
     subcommands.with_config(
         "config", _config, "write the run's config.json, with every default filled in"
     )
@@ -149,18 +147,6 @@ def _to_validate(options: argparse.Namespace) -> Any:
         return saved_run(options, run, *needed).checks
     accepted = trusted(run, options.its_config, options.overrides, *needed)
     return program_of(accepted.config).checks
-
-
-def _report(options: argparse.Namespace) -> None:
-    from forge.core.paths import RunPaths
-    from forge.core.process import fast_imports
-
-    with fast_imports():
-        from forge.plugins.pages.report import write_report
-        from forge.reporting.trusted import directory_of
-
-    path = write_report(directory_of(options.config) or RunPaths.of(config_of(options)))
-    say(f"report: {path}")
 
 
 def _config(options: argparse.Namespace) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from forge.commands.subcommands import RUNS, Subcommands
 
@@ -20,13 +19,6 @@ def add_views(subcommands: Subcommands) -> None:
     _status_options(
         subcommands.plain("status", _status, "show the current state of each run", keys=False)
     )
-    compare = subcommands.plain(
-        "compare", _compare, "show runs side by side: configs, losses, cost", keys=False
-    )
-    compare.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
-    compare.add_argument("--json", action="store_true", help="print JSON")
-    compare.add_argument("--html", metavar="FILE", type=Path, help="write a page instead")
-    compare.add_argument("--log", metavar="FILE", help="also append all messages to FILE")
 
 
 def _logs_options(parser: argparse.ArgumentParser) -> None:
@@ -70,10 +62,3 @@ def _status(options: argparse.Namespace) -> None:
     from forge.reporting.status import status
 
     status(find_runs(options.runs), watch=options.watch, as_json=options.json)
-
-
-def _compare(options: argparse.Namespace) -> None:
-    from forge.plugins.pages.compare import compare
-    from forge.reporting.find_runs import find_runs
-
-    compare(find_runs(options.runs, with_config=True), as_json=options.json, page=options.html)

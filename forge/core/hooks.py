@@ -107,8 +107,8 @@ class Hooks:
         raise NotImplementedError
 
     @_specified
-    def rule_settings(self, config: ResolvedConfig) -> Mapping[str, Any]:
-        """Rule -> its `workflow.RuleSettings` for this run."""
+    def rule_settings(self, runs: Mapping[str, ResolvedConfig]) -> Mapping[str, dict[str, Any]]:
+        """Rule -> run -> its `workflow.RuleSettings`; of a rule over all runs by its output."""
         raise NotImplementedError
 
     @_specified
@@ -230,9 +230,9 @@ def rules_here() -> list[str]:
     return _listed(_call().rules_here())
 
 
-def rule_settings(config: ResolvedConfig) -> dict[str, Any]:
-    """Rule -> `workflow.RuleSettings` of plugins."""
-    return _merged(_call().rule_settings(config=config))
+def rule_settings(runs: Mapping[str, ResolvedConfig]) -> dict[str, dict[str, Any]]:
+    """Rule -> run, or output -> `workflow.RuleSettings` of plugins."""
+    return _merged(_call().rule_settings(runs=runs))
 
 
 def wanted_files(config: ResolvedConfig, target: str) -> list[str]:

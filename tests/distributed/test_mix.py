@@ -140,14 +140,11 @@ def test_checkpoint_is_valid_and_knows_how_much_was_drawn(base, source_of):
     assert set(checkpoint.manifest.lineage.sources) == {"code", "docs"}
 
 
-def test_report_and_show_have_the_sources(base, capsys):
-    assert base.forge("report").code == 0
-    page = base.paths.report.read_text()
-    assert "Validation loss by source: code from" in page
-    assert "75 %, 25 % from step 10" in page
+def test_show_has_the_sources(base, capsys):
     assert forge("show", str(base.folder)).code == 0
     shown = capsys.readouterr().out
     assert "88 samples drawn" in shown, "10 steps of 6 and 14 of 2"
+    assert "75 %, 25 % from step 10" in shown
 
 
 def test_child_with_the_mix_of_its_parent_is_the_parents_own_continuation(base):

@@ -8,7 +8,7 @@ import signal
 
 import psutil
 import pytest
-from support.live_run import TWO_RANKS, forge, living, wait_until
+from support.live_run import TWO_RANKS, living, wait_until
 
 from forge.core import json_lines
 from forge.core.process import hostname
@@ -65,13 +65,6 @@ def test_lines_have_rising_times_and_counters(monitored):
     for name in ("received", "sent"):
         assert [line[name] for line in written] == sorted(line[name] for line in written)
     assert all(line["memory_gib"] > 0 and line["gpu_watts"] == [] for line in written)
-
-
-def test_the_report_draws_them(monitored):
-    run, _ = monitored
-    assert forge("report", str(run.folder)).code == 0
-    page = run.paths.report.read_text()
-    assert "Nodes while they trained" in page and "Memory in use on a node: median" in page
 
 
 def test_a_monitor_that_cannot_write_costs_training_nothing(session_runs):

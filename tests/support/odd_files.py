@@ -14,30 +14,21 @@ import resource
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from unittest import mock
 
 from support.recorded_run import interrupted_run
 
 from forge.cli import main
-from forge.plugins.pages import charts
 
 SEC, MEMORY_BYTES = 30, 2**31  # the second beyond what the process has before
 RUN = Path("results/base")
-COMMANDS = (
-    ["show", str(RUN)],
-    ["status"],
-    ["compare", str(RUN), "results/other", "--html=compare.html"],
-    ["logs", str(RUN)],
-    ["report", str(RUN)],
-)
+COMMANDS = (["show", str(RUN)], ["status"], ["logs", str(RUN)])
 FILES = (
     *("config.json", "trained.json", "validation.json", "metrics.jsonl", "events.jsonl", ".lock"),
     *("logs/train.log", "checkpoints/latest", "checkpoints/step-00000200/checkpoint.json"),
 )
-# What charts show: with any other file they are those of the good run, and cost most of the time.
-DRAWN = ("metrics.jsonl", "events.jsonl")
 WRONG = {"format": 1, "run": "a\nb\x1b[31m", "train": [1], "step": "x", "ids": 7, "program": "p"}
 
 
@@ -85,7 +76,12 @@ def limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def call_all(folder: Path) -> None:
+def call_all(
+    folder: Path,
+    commands: Sequence[list[str]] = COMMANDS,
+    around: Callable[[str], AbstractContextManager[object]] = contextlib.nullcontext,
+) -> None:
+    """around: of the commands that meet an odd file of this name."""
     os.chdir(folder)
     good = Path("good")
     interrupted_run(good)
@@ -94,18 +90,17 @@ def call_all(folder: Path) -> None:
     shutil.copytree(good, "results/other", symlinks=True)
     shutil.copytree(good, RUN, symlinks=True)
     found = [
-        f"nothing odd: {command}: {bad}" for command in COMMANDS if (bad := trouble_of(command))
+        f"nothing odd: {command}: {bad}" for command in commands if (bad := trouble_of(command))
     ]
     limit_memory()  # now that everything is imported
     for name in FILES:
-        undrawn = mock.patch.object(charts, "_svg", lambda *_: "<svg/>")
-        with contextlib.nullcontext() if name in DRAWN else undrawn:
+        with around(name):
             for kind in KINDS:
-                found += troubles(good, name, kind)
+                found += troubles(good, name, kind, commands)
     print(*found, len(found), sep="\n")
 
 
-def troubles(good: Path, name: str, kind: str) -> list[str]:
+def troubles(good: Path, name: str, kind: str, commands: Sequence[list[str]]) -> list[str]:
     """What is wrong with how commands end on a copy of the good run with one odd file."""
     shutil.rmtree(RUN)
     shutil.copytree(good, RUN, symlinks=True)
@@ -113,7 +108,7 @@ def troubles(good: Path, name: str, kind: str) -> list[str]:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     KINDS[kind](path)
-    ended = ((command[0], trouble_of(command)) for command in COMMANDS)
+    ended = ((command[0], trouble_of(command)) for command in commands)
     return [f"{name} is a {kind}: {subcommand}: {bad}" for subcommand, bad in ended if bad]
 
 

@@ -18,11 +18,14 @@ from forge.core.files import write_json
 from forge.core.paths import RunPaths, checkpoint_name
 from forge.core.records import (
     Check,
+    Evaluated,
+    Evaluation,
     NodeResult,
     PreflightResult,
     RanksIdentity,
     RanksResult,
     Sample,
+    Score,
     Trained,
     Validation,
 )
@@ -143,6 +146,19 @@ class RecordedRun:
         result.write(self.paths.validation)
         if not reason:
             result.short.write(self.paths.validated)
+
+
+def score_words(run: RecordedRun, step: int, acc: float | None, **changed: object) -> None:
+    """Write the evaluation of this step, by the task `words` with 1000 documents."""
+    usual = {"checkpoint_digest": "d" * 64, "tasks": ["words"], "task_files": ""}
+    made = Evaluated(
+        **{**usual, "num_fewshot": None, "limit": None, "harness": "0.4.13", **changed}
+    )
+    score = Score(task="words", metric="acc", value=acc, stderr=0.01, num_documents=1000)
+    Evaluation(
+        **{"step": step, "of": made, "scores": [score], "device": "cpu", "precision": "fp32"},
+        **{"seconds": 1.0, "versions": {}},
+    ).write(run.paths.evaluation_at(step))
 
 
 def loss_at(step: int) -> float:

@@ -38,7 +38,7 @@ def failing(monkeypatch, error):
     def action(_options):
         raise error
 
-    monkeypatch.setattr(run_steps, "_report", action)
+    monkeypatch.setattr(run_steps, "_config", action)
 
 
 @pytest.mark.parametrize("command", ["train", "preflight"])
@@ -74,7 +74,7 @@ def test_timeout_on_the_command_line_wins_over_the_exported_one(monkeypatch, con
 def test_network_file_system_that_fails_is_unfit_and_named(monkeypatch, config, capsys, number):
     # Python makes a BrokenPipeError of ESHUTDOWN, which an evicted Lustre client gets.
     failing(monkeypatch, OSError(number, os.strerror(number), "/results/base/events.jsonl"))
-    assert main(["report", config]) == Exit.UNFIT
+    assert main(["config", config]) == Exit.UNFIT
     said = capsys.readouterr().err
     assert "cannot read or write /results/base/events.jsonl" in said
     assert "Traceback" not in said
@@ -93,7 +93,7 @@ def test_file_that_cannot_be_used_is_named_with_what_is_wrong(
     monkeypatch, config, capsys, number, fix
 ):
     failing(monkeypatch, OSError(number, os.strerror(number), "results/base/trained.json"))
-    assert main(["report", config]) == Exit.UNFIT
+    assert main(["config", config]) == Exit.UNFIT
     said = capsys.readouterr().err
     assert "cannot read or write results/base/trained.json" in said
     assert fix in said
@@ -102,7 +102,7 @@ def test_file_that_cannot_be_used_is_named_with_what_is_wrong(
 
 @pytest.mark.parametrize("log", [".", "x" * 300, "/dev/null/x"])
 def test_log_that_cannot_be_written_is_no_bug(config, capsys, log):
-    assert main(["report", config, f"--log={log}"]) == Exit.UNFIT
+    assert main(["config", config, f"--log={log}"]) == Exit.UNFIT
     assert "cannot read or write" in capsys.readouterr().err
 
 
@@ -120,20 +120,20 @@ def test_each_mistake_has_its_code_and_three_parts_and_no_traceback(
     config, monkeypatch, capsys, error, code
 ):
     failing(monkeypatch, error("it is 3, not 4", cause="a cut", fix="do it again"))
-    assert main(["report", config]) == code
+    assert main(["config", config]) == code
     said = capsys.readouterr().err
-    assert said == "forge report: it is 3, not 4\n  cause: a cut\n  fix:   do it again\n"
+    assert said == "forge config: it is 3, not 4\n  cause: a cut\n  fix:   do it again\n"
 
 
 def test_failure_of_a_rank_gives_the_ranks_code(config, monkeypatch, tmp_path):
     record = RankRecord("failed", 1, Exit.STOPPED, message="stopped")
     failing(monkeypatch, RankFailure(record, tmp_path))
-    assert main(["report", config]) == 75
+    assert main(["config", config]) == 75
 
 
 def test_bug_gives_70_with_its_traceback(config, monkeypatch, capsys):
     failing(monkeypatch, ZeroDivisionError("a bug of ours"))
-    assert main(["report", config]) == 70
+    assert main(["config", config]) == 70
     said = capsys.readouterr().err
     assert "Traceback" in said
     assert "ZeroDivisionError: a bug of ours" in said
@@ -142,13 +142,13 @@ def test_bug_gives_70_with_its_traceback(config, monkeypatch, capsys):
 
 def test_interrupted_subcommand_says_how_to_resume(config, monkeypatch, capsys):
     failing(monkeypatch, KeyboardInterrupt())
-    assert main(["report", config]) == 75
+    assert main(["config", config]) == 75
     assert "rerun the same command" in capsys.readouterr().err
 
 
 def test_subcommand_that_succeeds_gives_0(config, monkeypatch):
-    monkeypatch.setattr(run_steps, "_report", lambda _options: None)
-    assert main(["report", config]) == 0
+    monkeypatch.setattr(run_steps, "_config", lambda _options: None)
+    assert main(["config", config]) == 0
 
 
 @pytest.mark.parametrize(
@@ -254,10 +254,10 @@ def test_abbreviated_option_is_not_guessed(config, monkeypatch, capsys):
 
 def test_lines_for_people_go_to_the_log_too(config, monkeypatch, tmp_path):
     failing(monkeypatch, DataError("no shards"))
-    log = tmp_path / "logs" / "report.log"
-    assert main(["report", config, f"--log={log}"]) == 65
+    log = tmp_path / "logs" / "config.log"
+    assert main(["config", config, f"--log={log}"]) == 65
     lines = [terminal.unstamped(line) for line in log.read_text().splitlines()]
-    assert [text for _, text in lines][1:] == ["forge report: no shards"]
+    assert [text for _, text in lines][1:] == ["forge config: no shards"]
     assert all(abs(time - log.stat().st_mtime) < 2 for time, _ in lines)
     terminal._copies.pop().close()
 
@@ -292,8 +292,8 @@ def test_reader_that_has_left_is_no_failure():
     code = (
         "from forge import cli\n"
         "from forge.commands import run_steps\n"
-        "run_steps._report = lambda _options: print('word', flush=True)\n"
-        "raise SystemExit(cli.main(['report', 'x']))\n"
+        "run_steps._config = lambda _options: print('word', flush=True)\n"
+        "raise SystemExit(cli.main(['config', 'x']))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True, check=False
@@ -309,7 +309,7 @@ ASCII = (
 
 
 @pytest.mark.parametrize("variables", ASCII)
-@pytest.mark.parametrize("arguments", ["--help", "train --help", "report nowhere·", "train"])
+@pytest.mark.parametrize("arguments", ["--help", "train --help", "config nowhere·", "train"])
 def test_terminal_without_unicode_ends_nothing(variables, arguments):
     """The help has characters beyond ASCII; it ended with UnicodeEncodeError."""
     done = subprocess.run(

@@ -39,7 +39,7 @@ def changed(config, section, **values):
 
 
 def settings(config, rule):
-    found = workflow.rule_settings({"base": config}, "compare.html", main=True)
+    found = workflow.rule_settings({"base": config}, main=True)
     return Path(found[rule]["base"])
 
 

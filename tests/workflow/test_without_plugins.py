@@ -104,7 +104,7 @@ def test_run_without_any_plugin_ends_validated(without: Without, project: Projec
     code, output = project.snakemake("train")
     assert code == 0, output
     assert project.read("validated.json")["status"] == "valid"
-    assert project.path("report.html").exists()
+    assert not project.path("report.html").exists()
 
 
 def test_rules_of_plugins_may_be_left_out_by_a_users_snakefile(project: Project) -> None:

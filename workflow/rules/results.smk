@@ -1,7 +1,4 @@
-# Results of a trained run: an independent validation, export and a report.
-localrules:
-    report_run,
-    compare_runs,
+# Results of a trained run: an independent validation, an export, intervals that are trained again.
 
 
 rule validate_run:
@@ -45,45 +42,3 @@ rule export_run:
         run=lambda w: f"{FORGE.results}/{w.run}",
     shell:
         "exec forge export {params.run:q} --config={params.config:q} --log={log:q}"
-
-
-rule compare_runs:
-    input:
-        FORGE.files_of(FORGE.runs.keys() - FORGE.failed.keys(), "validated.json"),
-        FORGE.wanted_files("compare", FORGE.runs.keys() - FORGE.failed.keys()),
-        FORGE.settings["compare_runs"][FORGE.comparison],
-    output:
-        report(
-            FORGE.comparison,
-            caption="../report/compare.rst",
-            category="comparison",
-            labels={"result": "comparison of the runs"},
-        ),
-    log:
-        f"{FORGE.results}/compare.log",
-    conda:
-        "../envs/forge.yaml"
-    params:
-        runs=[f"{FORGE.results}/{run}" for run in FORGE.runs],
-    shell:
-        "exec forge compare {params.runs:q} --html={output:q} --log={log:q}"
-
-
-rule report_run:
-    input:
-        config=f"{FORGE.results}/{{run}}/config.json",
-        trained=f"{FORGE.results}/{{run}}/trained.json",
-        validated=f"{FORGE.results}/{{run}}/validated.json",
-    output:
-        report(
-            f"{FORGE.results}/{{run}}/report.html",
-            caption="../report/report.rst",
-            category="{run}",
-            labels={"result": "report"},
-        ),
-    log:
-        f"{FORGE.results}/{{run}}/logs/report.log",
-    conda:
-        "../envs/forge.yaml"
-    shell:
-        "exec forge report {input.config:q} --log={log:q}"

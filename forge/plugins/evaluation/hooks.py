@@ -64,10 +64,10 @@ def rules_here() -> Sequence[str]:
 
 
 @hook
-def rule_settings(config: ResolvedConfig) -> Mapping[str, Any]:
+def rule_settings(runs: Mapping[str, ResolvedConfig]) -> Mapping[str, dict[str, Any]]:
     from forge.plugins.evaluation import flow
 
-    return {"evaluate_run": flow.rule_settings(config)}
+    return {"evaluate_run": {name: flow.rule_settings(run) for name, run in runs.items()}}
 
 
 @hook

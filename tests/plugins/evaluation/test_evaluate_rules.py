@@ -12,10 +12,11 @@ from forge import workflow
 from forge.cluster.sbatch import Request
 from forge.core.config import Config, checked, load_config
 from forge.core.errors import ConfigError
-from forge.core.hooks import check_targets, wanted_files
+from forge.core.hooks import check_targets
 from forge.core.paths import RunPaths, settings_file
 from forge.core.records import RunSettings
 from forge.data.content_ids import resolve
+from forge.plugins.evaluation.hooks import wanted_files
 from forge.plugins.evaluation.settings import Evaluate
 
 
@@ -32,7 +33,7 @@ def run_of(**evaluate):
 
 
 def settings(config, rule):
-    found = workflow.rule_settings({"base": config}, "compare.html", main=True)
+    found = workflow.rule_settings({"base": config}, main=True)
     return Path(found[rule]["base"])
 
 

@@ -9,30 +9,15 @@ from pathlib import Path
 
 import pytest
 from support import happenings
-from support.recorded_run import RecordedRun, interrupted_run, loss_at
+from support.recorded_run import RecordedRun, interrupted_run, loss_at, score_words
 
 from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import digest_file, read_json, write_json
-from forge.core.records import Evaluated, Evaluation, Score
 from forge.plugins.pages.compare import ComparedRow, compare, comparison, to_json
 from forge.plugins.pages.report import render
 from forge.reporting.history import device_hours, read_history
-from forge.reporting.run_rows import read_scores
 from forge.reporting.show import show
-
-
-def evaluate(run: RecordedRun, step: int, acc: float | None, **changed: object) -> None:
-    """The evaluation of this step, by the task `words` with 1000 documents."""
-    usual = {"checkpoint_digest": "d" * 64, "tasks": ["words"], "task_files": ""}
-    made = Evaluated(
-        **{**usual, "num_fewshot": None, "limit": None, "harness": "0.4.13", **changed}
-    )
-    score = Score(task="words", metric="acc", value=acc, stderr=0.01, num_documents=1000)
-    Evaluation(
-        **{"step": step, "of": made, "scores": [score], "device": "cpu", "precision": "fp32"},
-        **{"seconds": 1.0, "versions": {}},
-    ).write(run.paths.evaluation_at(step))
 
 
 @pytest.fixture
@@ -111,27 +96,9 @@ def test_cores_of_cpus_count_by_their_threads_and_programs_by_ranks(tmp_path):
     assert device_hours(read_history(program.paths).launches) == {"rank_hours": pytest.approx(6.0)}
 
 
-def test_scores_over_steps_are_those_that_were_made_alike(first):
-    evaluate(first, 50, 0.25, limit=10)
-    evaluate(first, 100, 0.5)
-    evaluate(first, 200, 0.75)
-    (row,) = read_scores(first.paths)
-    assert list(row.by_step) == [100, 200] and row.text() == "0.7500 ± 0.0100"
-    evaluate(first, 200, None)
-    assert read_scores(first.paths)[0].text() == "not finite ± 0.0100"
-
-
-def test_a_record_that_cannot_be_read_hides_scores_and_no_page(first, capsys):
-    evaluate(first, 200, 0.5)
-    first.paths.evaluation_at(200).write_text("{")
-    assert read_scores(first.paths) == []
-    show([first.paths])
-    assert "validated at step 200" in capsys.readouterr().out
-
-
 def test_scores_are_in_report_show_and_comparison(first, second, capsys):
-    evaluate(first, 100, 0.5)
-    evaluate(first, 200, 0.625)
+    score_words(first, 100, 0.5)
+    score_words(first, 200, 0.625)
     page = render(first.paths)
     assert "<h2>Evaluation</h2>" in page and "step 100" in page and "0.6250 ± 0.0100" in page
     assert "<h2>Evaluation</h2>" not in render(second.paths)
@@ -142,7 +109,7 @@ def test_scores_are_in_report_show_and_comparison(first, second, capsys):
 
 
 def test_json_is_for_scripts(first, second, capsys):
-    evaluate(first, 200, 0.5)
+    score_words(first, 200, 0.5)
     compare([first.paths, second.paths], as_json=True)
     mine, theirs = json.loads(capsys.readouterr().out)
     assert mine["scores"]["words acc"]["value"] == 0.5 and mine["step"] == 200

@@ -1,5 +1,5 @@
-"""Report and `forge show`. Threats: a page that calls home, sampled text that runs in the reader's
-browser or terminal, and a failed run that leaves no report just when people need one."""
+"""Threats: a page that calls home, sampled text that runs in the reader's browser, and a failed run that
+leaves no report just when people need one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support import happenings
 from support.manifests import IDS
 from support.recorded_run import RecordedRun, interrupted_run
 
-from forge.core.errors import ConfigError
+from forge.core import hooks
 from forge.core.files import read_json, write_json
 from forge.core.paths import STATISTICS, tokens_folder
 from forge.core.records import Check
@@ -25,6 +25,7 @@ from forge.plugins.pages.report import render, write_report
 from forge.reporting.history import Phase, read_history
 from forge.reporting.show import show
 from forge.reporting.summary import summarize
+from forge.trainer.metrics import EvalLine, write
 
 
 class Page(HTMLParser):
@@ -134,19 +135,6 @@ def test_each_change_of_the_number_of_ranks_is_in_the_lineage(tmp_path: Path) ->
     assert "4 from step 0, 2 from step 40" in Page(render(run.paths)).text
 
 
-def test_digest_of_the_weights_is_the_completed_or_the_validated_ones(tmp_path: Path) -> None:
-    run = RecordedRun(tmp_path / "base")
-    run.launch(0)
-    run.save(50)
-    assert "weights digest" not in dict(summarize(run.paths).lineage)
-    run.validate(50)
-    assert dict(summarize(run.paths).lineage)["weights digest"] == f"{50:064x}"
-    run.save(100)  # of which nothing is known yet
-    assert "weights digest" not in dict(summarize(run.paths).lineage)
-    run.complete(100)
-    assert dict(summarize(run.paths).lineage)["weights digest"] == f"{100:064x}"
-
-
 def test_pictures_have_texts_for_those_who_do_not_see_them(finished: RecordedRun) -> None:
     labels = Page(render(finished.paths)).values("aria-label")
     assert any("validation loss from 8.50 to 3.83 over steps 0 to 200" in label for label in labels)
@@ -163,6 +151,14 @@ def test_equal_files_give_equal_bytes_in_another_process(finished: RecordedRun) 
     environment = {**os.environ, "PYTHONHASHSEED": "7", "TZ": "Asia/Kolkata"}
     subprocess.run([sys.executable, "-c", code, finished.root], check=True, env=environment)
     assert finished.paths.report.read_bytes() == here
+
+
+def test_lines_of_plugins_are_on_the_page_below_their_label(
+    finished: RecordedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "run_lines", lambda paths: {"counted twice": ["3 of <4> parts"]})
+    page = render(finished.paths)
+    assert "<h2>Counted twice</h2>" in page and "<li>3 of &lt;4&gt; parts</li>" in page
 
 
 def test_text_of_model_and_errors_is_escaped(tmp_path: Path) -> None:
@@ -227,27 +223,6 @@ def test_invalid_checkpoint_is_bad_news_with_reasons(finished: RecordedRun) -> N
     assert "probe of rank 1 is 9.1, was 3.8" in text
 
 
-def test_verdict_on_an_older_checkpoint_does_not_speak_for_the_newer(
-    finished: RecordedRun,
-) -> None:
-    finished.launch(200)
-    finished.steps(201, 250)
-    finished.save(250)
-    finished.complete(250)
-    assert summarize(finished.paths).state.headline.endswith(
-        "at step 250 of 200: not validated yet"
-    )
-
-
-def test_failure_after_a_valid_checkpoint_is_the_headline(finished: RecordedRun) -> None:
-    finished.launch(200)
-    finished.steps(201, 210)
-    finished.event(happenings.failed("loss is inf", rank=0))
-    summary = summarize(finished.paths)
-    assert (summary.state.tone, summary.state.reason) == ("bad", "rank 0: loss is inf")
-    assert "its checkpoint is valid at step 200" in summary.notes
-
-
 # --- time bar and words -------------------------------------------------------------------------
 
 
@@ -279,24 +254,7 @@ def test_time_ticks_are_round_and_inside(seconds: float, last: str) -> None:
     assert ticks[-1][1] == last
 
 
-# --- forge show ---------------------------------------------------------------------------------
-
-
-def test_show_prints_status_paths_samples_and_lineage(
-    finished: RecordedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_report(finished.paths)
-    show([finished.paths])
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "base: validated at step 200 of 200: validation loss 3.827"
-    text = "\n".join(" ".join(line.split()) for line in lines)
-    assert f"checkpoint {finished.paths.latest} -> step-00000200" in text
-    assert f"report {finished.paths.report}" in text
-    assert "validation loss 8.500 -> 3.827 nats per token (steps 0 -> 200)" in text
-    assert "samples def __init__(self):⏎" in text
-    assert "\nclass Reader(Base):⏎ pass" in text, "this text has its prompt already"
-    assert "tokens 0f1e2d3c4b5a (digest bbbb" in text
-    assert "python 3.11.9 · torch 2.13.0" in text
+# --- what `forge show` says, too -----------------------------------------------------------------
 
 
 def test_lost_characters_and_equal_files_are_in_show_and_on_the_page(
@@ -326,57 +284,6 @@ def test_lost_characters_and_equal_files_are_in_show_and_on_the_page(
     assert "statistics.json" in capsys.readouterr().out, "a page must not fail because of it"
 
 
-def test_sampled_control_characters_never_reach_the_terminal(
-    finished: RecordedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
-    show([finished.paths])
-    out = capsys.readouterr().out
-    assert "\x1b" not in out
-    assert "import sys\\x1b[31m" in out
-
-
-def test_terminal_gets_a_panel_and_no_color_is_honoured(
-    finished: RecordedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    colour = re.compile(r"\x1b\[[\d;]*3[0-7]")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    show([finished.paths])
-    assert colour.search(capsys.readouterr().out)
-    monkeypatch.setenv("NO_COLOR", "1")
-    show([finished.paths])
-    out = capsys.readouterr().out
-    assert "╭─" in out
-    assert "base: validated at step 200 of 200: validation loss 3.827" in out
-    assert not colour.search(out)
-
-
-def test_show_needs_neither_torch_nor_pandas_nor_a_modern_locale(finished: RecordedRun) -> None:
-    code = (
-        "import sys; from pathlib import Path; from forge.core.paths import RunPaths\n"
-        "from forge.reporting.show import show; show([RunPaths(Path(sys.argv[1]))])\n"
-        "assert not {'torch', 'pandas', 'matplotlib'} & set(sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, finished.root],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )
-    assert "validated at step 200" in done.stdout
-
-
-def test_run_that_is_not_there_is_refused_with_those_that_are(finished: RecordedRun) -> None:
-    missing = RecordedRun(finished.root.parent / "gone").paths
-    missing.root.rmdir()
-    with pytest.raises(ConfigError, match="no run in") as refused:
-        show([missing])
-    assert "base" in refused.value.fix
-
-
 def test_records_that_cannot_be_read_are_reported_and_the_rest_is_shown(
     finished: RecordedRun,
 ) -> None:
@@ -386,3 +293,13 @@ def test_records_that_cannot_be_read_are_reported_and_the_rest_is_shown(
     assert "validation.json has format 9, this version of Forge reads 1" in text
     assert "preflight.json is not JSON" in text
     assert "○ unknown at step 200" in text
+
+
+def test_each_source_has_a_line_in_the_figure(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "mix")
+    run.launch(0)
+    for step, code in ((0, 8.0), (10, 4.0)):
+        facts = {"time": run.time, "launch": run.id, "step": step, "loss": 5.0}
+        write(run.paths.metrics, EvalLine(**facts, sources={"code": code, "docs": 6.0}))
+    (alt,) = [t for t in Page(render(run.paths)).values("aria-label") if "by source" in t]
+    assert alt == "Validation loss by source: code from 8.00 to 4.00, docs from 6.00 to 6.00"

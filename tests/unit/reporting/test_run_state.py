@@ -29,7 +29,6 @@ from forge.core.file_list import FileList
 from forge.core.files import read_json, write_json
 from forge.core.process import Process
 from forge.core.records import Lock
-from forge.plugins.pages.report import render
 from forge.reporting import logs, run_state, show, status, summary, workflow_output
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import judge
@@ -126,7 +125,6 @@ def test_a_run_has_the_same_state_and_reason_whoever_is_asked(kind, capsys):
     (row,) = json.loads(capsys.readouterr().out)["runs"]
     assert (row["run"], row["state"], row["reason"]) == (run.root.name, state, found.reason)
     for shown in (
-        lambda: print(render(run.paths).replace("&#39;", "'")),
         lambda: show.show([run.paths]),
         lambda: status.status([run.paths]),
         lambda: workflow_output.print_end([run.paths]),

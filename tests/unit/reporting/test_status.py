@@ -116,7 +116,7 @@ def test_runs_that_may_not_be_read_are_left_out_of_all_runs_with_a_note(tmp_path
     (tmp_path / "results/lost+found").mkdir(mode=0)
     (tmp_path / "results/closed").chmod(0)
     try:
-        command = [*AS_ANYBODY, sys.executable, "-m", "forge", "compare"]
+        command = [*AS_ANYBODY, sys.executable, "-m", "forge", "show"]
         done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     finally:
         (tmp_path / "results/closed").chmod(0o700)

@@ -24,7 +24,7 @@ from forge.data.tokenizer import load_tokenizer
 from forge.plugins.evaluation import evaluate as evaluation
 from forge.plugins.evaluation.records import Evaluations
 from forge.plugins.evaluation.settings import Evaluate
-from forge.plugins.pages.compare import comparison, to_json
+from forge.reporting.run_rows import read_scores
 from forge.trainer.models.decoder import Decoder, make_decoder
 
 TASKS = Path(__file__).parent / "tasks"
@@ -281,9 +281,9 @@ def test_run_without_tasks_is_refused(own):
     assert "evaluate.tasks is []" in refused.text
 
 
-def test_comparison_and_show_have_the_scores(evaluated, solo, capsys):
-    mine, theirs = to_json(comparison([evaluated.paths, solo.paths]))
+def test_readers_of_scores_have_them(evaluated, solo, capsys):
+    found = {row.metric: row.last.value for row in read_scores(evaluated.paths)}
     acc = accuracies(evaluated, 12)["acc"]
-    assert mine["scores"]["words acc"]["value"] == acc and theirs["scores"] == {}
+    assert found["acc"] == acc and read_scores(solo.paths) == []
     assert forge("show", str(evaluated.folder)).code == 0
     assert f"{acc:.4f}" in capsys.readouterr().out
