@@ -1,4 +1,4 @@
-"""History of a run: its launches, the curves without recomputed steps, and where the wall time went.
+"""History of a run: its launches, and where the wall time went.
 
 Read from metrics.jsonl and events.jsonl. Both are append-only and outlive every restart, so a step
 may appear twice: as first trained, and as recomputed after a restart.
@@ -8,22 +8,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from forge.core import events
-from forge.core.errors import DataError
 from forge.core.events import Event
 from forge.core.paths import RunPaths
 from forge.reporting.run_state import ending
 from forge.trainer import metrics
 from forge.trainer.metrics import Line
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 # Phase -> what its time was spent on, in the order people ask.
 PHASES = {
@@ -37,8 +32,6 @@ PHASES = {
     "recomputed": "steps that a restart trained again, or that were never saved",
     "waiting": "queue, start of processes, down time between launches",
 }
-TRAIN_COLUMNS = ["loss", "grad_norm", "lr", "tokens_per_sec", "mfu", "tokens"]
-EVAL_COLUMNS = ["loss"]
 
 _ENDINGS = (events.Stop, events.Lost, events.Failed, events.Completed)
 _IN_LAUNCH = (events.Launch, events.Init, events.Eval, events.Save, *_ENDINGS)
@@ -51,14 +44,6 @@ class Phase(NamedTuple):
     name: str
     start: float
     end: float
-
-
-class Restart(NamedTuple):
-    """A launch that resumed from a checkpoint: at which step, when, and how the previous launch ended."""
-
-    step: int
-    time: float
-    cause: str
 
 
 @dataclass
@@ -135,9 +120,10 @@ class LaunchHistory:
 
 
 @dataclass
-class WallTime:
-    """Where all wall time of a run went. phases: in order, without overlap."""
+class History:
+    """Launches of a run, and where all its wall time went. phases: in order, without overlap."""
 
+    launches: list[LaunchHistory]
     phases: list[Phase]
 
     @property
@@ -158,97 +144,16 @@ class WallTime:
         return self.seconds.get("train", 0.0) / self.wall_sec if self.wall_sec else None
 
 
-@dataclass
-class History(WallTime):
-    """A run's surviving curves (frames indexed 0.., sorted by step) and all of its wall time.
-
-    train: step, loss, grad_norm, lr, tokens_per_sec, mfu, tokens, time, launch.
-    evals: step, loss, time, launch. source_evals: the same of each source, {} without sources.
-    """
-
-    train: pd.DataFrame
-    evals: pd.DataFrame
-    source_evals: dict[str, pd.DataFrame]
-    launches: list[LaunchHistory]
-    restarts: list[Restart]
-
-
-def read_wall_time(paths: RunPaths) -> WallTime:
-    """The run's wall time, without the curves, which take pandas. Raises as `read_history`."""
-    log = events.read(paths.events)
-    launches = _launches(log, metrics.read(paths.metrics))
-    return WallTime(_phases(log, launches, _kept_steps(launches)))
-
-
 def read_history(paths: RunPaths) -> History:
-    """The run's history; empty frames and lists where a file is missing. Raises DataError where another
-    version of Forge wrote the log."""
-    return _history(events.read(paths.events), metrics.read(paths.metrics))
+    """The run's history; empty lists where a file is missing. Raises DataError where another version of
+    Forge wrote the log."""
+    return history_of(events.read(paths.events), metrics.read(paths.metrics))
 
 
-def read_history_or_empty(paths: RunPaths) -> History:
-    """As `read_history`, and an empty one where the log cannot be read: for pages on several runs, which
-    one of them must not hide. `run_state.judge` says of that run why its state is unknown."""
-    try:
-        return read_history(paths)
-    except DataError:
-        return _history([], [])
-
-
-def _history(log: list[Event], lines: Sequence[Line]) -> History:
+def history_of(log: list[Event], lines: Sequence[Line]) -> History:
+    """The history that these files of a run tell."""
     launches = _launches(log, lines)
-    kept = _kept_steps(launches)
-    return History(
-        train=_frame(lines, "train", TRAIN_COLUMNS, kept),
-        evals=_frame(lines, "eval", EVAL_COLUMNS, kept),
-        source_evals={
-            name: _frame(its_lines, "eval", EVAL_COLUMNS, kept)
-            for name, its_lines in sorted(_by_source(lines).items())
-        },
-        launches=launches,
-        restarts=_restarts(launches),
-        phases=_phases(log, launches, kept),
-    )
-
-
-def facts(history: History) -> dict[str, Any]:
-    """The numbers of a run in short; None for what was not measured."""
-    train, evals = history.train, history.evals["loss"].dropna()
-    speed, mfu = train["tokens_per_sec"].dropna(), train["mfu"].dropna()
-    return {
-        "step": int(train["step"].iloc[-1]) if len(train) else _last_step(history),
-        "tokens": train["tokens"].max() if train["tokens"].notna().any() else None,
-        "train_loss": train["loss"].dropna().iloc[-1] if train["loss"].notna().any() else None,
-        "loss_from": evals.iloc[0] if len(evals) else None,
-        "loss_to": evals.iloc[-1] if len(evals) else None,
-        # The median: the first steps after a start are slow (compilation, cold caches).
-        "tokens_per_sec": speed.median() if len(speed) else None,
-        "mfu": mfu.median() if len(mfu) else None,
-        "wall_sec": history.wall_sec,
-        "goodput": history.goodput,
-    }
-
-
-def _last_step(history: History) -> int | None:
-    """The last step of a program that records no losses; None before its first step."""
-    return history.launches[-1].last_step or None if history.launches else None
-
-
-def device_hours(launches: Iterable[LaunchHistory]) -> dict[str, float]:
-    """Hours that GPUs, and cores of CPUs, have spent in launches, from their start to their end; of a
-    program, which does not tell what it uses, ranks. Keys: gpu_hours, core_hours, rank_hours."""
-    hours: dict[str, float] = defaultdict(float)
-    for launch in launches:
-        start, init = launch.first(events.Launch), launch.first(events.Init)
-        if start is None:
-            continue
-        numerics = init.numerics if init else {}
-        name = {"cuda": "gpu_hours", "cpu": "core_hours"}.get(
-            numerics.get("device", ""), "rank_hours"
-        )
-        cores = numerics.get("threads", 1) if name == "core_hours" else 1
-        hours[name] += start.world_size * cores * (launch.end - launch.start) / 3600
-    return dict(hours)
+    return History(launches, _phases(log, launches))
 
 
 # --- launches -----------------------------------------------------------------------------------
@@ -275,7 +180,7 @@ def _launches(log: list[Event], lines: Sequence[Line]) -> list[LaunchHistory]:
     return list(launches.values())
 
 
-def _kept_steps(launches: list[LaunchHistory]) -> dict[str, float]:
+def kept_steps(launches: list[LaunchHistory]) -> dict[str, float]:
     """Launch id -> the last of its steps that a later launch built on (inf: nothing undone)."""
     kept, floor = {}, inf
     for launch in reversed(launches):
@@ -285,45 +190,11 @@ def _kept_steps(launches: list[LaunchHistory]) -> dict[str, float]:
     return kept
 
 
-def _restarts(launches: list[LaunchHistory]) -> list[Restart]:
-    return [
-        Restart(launch.resumed_step, launch.start, before.outcome)
-        for before, launch in pairwise(launches)
-        if launch.resumed_step is not None
-    ]
-
-
-def _by_source(lines: Sequence[Line]) -> dict[str, list[Line]]:
-    """The lines of evaluations with the loss of one source, by source."""
-    by_source: dict[str, list[Line]] = defaultdict(list)
-    for line in lines:
-        for name, loss in (getattr(line, "sources", None) or {}).items():
-            by_source[name].append(replace(line, loss=loss))
-    return by_source
-
-
-def _frame(
-    lines: Sequence[Line], kind: str, columns: list[str], kept: dict[str, float]
-) -> pd.DataFrame:
-    """The lines of one kind on the surviving line of history, one per step."""
-    import pandas as pd
-
-    names = ["step", *columns, "time", "launch"]
-    rows = [
-        [getattr(line, name) for name in names]
-        for line in lines
-        if line.kind == kind and line.step <= kept.get(line.launch, inf)
-    ]
-    frame = pd.DataFrame(rows, columns=names)
-    types = {"step": "int64", "time": "float64"} | dict.fromkeys(columns, "float64")
-    frame = frame.astype(types).drop_duplicates("step", keep="last")  # the later line wins
-    return frame.sort_values("step", ignore_index=True)
-
-
 # --- wall time ----------------------------------------------------------------------------------
 
 
-def _phases(log: list[Event], launches: list[LaunchHistory], kept: dict[str, float]) -> list[Phase]:
+def _phases(log: list[Event], launches: list[LaunchHistory]) -> list[Phase]:
+    kept = kept_steps(launches)
     pieces = [_span(event) for event in log if isinstance(event, _AROUND)]
     for launch in launches:
         pieces += _undone(_inside(launch), _recomputed_from(launch, kept[launch.id]))

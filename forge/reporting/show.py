@@ -9,7 +9,7 @@ from contextlib import suppress
 from forge.core.errors import DataError
 from forge.core.paths import RunPaths
 from forge.core.terminal import duration, is_terminal, print_plain, visible
-from forge.reporting.history import read_wall_time
+from forge.reporting.history import read_history
 from forge.reporting.run_rows import read_scores
 from forge.reporting.run_state import COLORS
 from forge.reporting.summary import Summary, summarize
@@ -61,10 +61,10 @@ def _rows(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
 def _goodput(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
     """Goodput that came out, beside the expected one."""
     with suppress(DataError):  # of another version of Forge: the state says so
-        wall = read_wall_time(paths)
+        history = read_history(paths)
         rows = []
-        if wall.goodput is not None:
-            share, of = f"{wall.goodput:.1%}", duration(wall.wall_sec, precise=True)
+        if history.goodput is not None:
+            share, of = f"{history.goodput:.1%}", duration(history.wall_sec, precise=True)
             rows += [("goodput", f"{share} of {of} in steps kept")]
         rows += [("expected", str(summary.expected))] if summary.expected else []
         return rows + ([("end", summary.end)] if summary.end else [])

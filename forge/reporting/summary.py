@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from forge.checkpoint.checkpoints import SavedCheckpoint
@@ -13,7 +13,7 @@ from forge.checkpoint.sealed import Seal, SealedCheckpoint
 from forge.core import hooks
 from forge.core.errors import ConfigError, DataError
 from forge.core.paths import RunPaths
-from forge.core.records import Check, PreflightResult, Sample, Trained, Validation
+from forge.core.records import PreflightResult, Sample, Trained, Validation
 from forge.core.terminal import one_line
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_rows import SourceRow, source_rows, text_lines
@@ -171,28 +171,6 @@ def _readable(read: Callable[[], T | None], troubles: list[str]) -> T | None:
     except DataError as err:
         troubles.append(err.what)
         return None
-
-
-# --- checks ---------------------------------------------------------------------------------------
-
-
-def preflight_checks(preflight: PreflightResult | None) -> list[dict[str, str]]:
-    """Checks of all nodes and of the ranks, worst first: where, name, status, message, fix."""
-    checks = preflight.all_checks if preflight else []
-    return _worst_first([_row(check, where) for where, check in checks])
-
-
-def validation_checks(validation: Validation | None) -> list[dict[str, str]]:
-    """Validation's checks, worst first: name, status, message, fix."""
-    return _worst_first([_row(check, "") for check in validation.checks] if validation else [])
-
-
-def _row(check: Check, where: str) -> dict[str, str]:
-    return {"where": where, **asdict(check)}
-
-
-def _worst_first(checks: list[dict[str, str]]) -> list[dict[str, str]]:
-    return sorted(checks, key=lambda check: {"ok": 2, "warn": 1}.get(check["status"], 0))
 
 
 # --- words --------------------------------------------------------------------------------------

@@ -14,9 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from forge.plugins.pages.curves import Curves
 from forge.plugins.pages.node_load import LoadCurve
 from forge.plugins.pages.run_tree import TreeRun
-from forge.reporting.history import PHASES, History, Phase
+from forge.reporting.history import PHASES, Phase
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -56,7 +57,7 @@ SIZE_INCHES = (5.0, 3.2)
 TIME_COLUMNS = 240
 
 
-def loss_chart(history: History) -> str:
+def loss_chart(history: Curves) -> str:
     """Training and validation loss over steps, restarts as dashed lines. Source of every number:
     the surviving lines of metrics.jsonl."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": "loss"}):
@@ -98,7 +99,7 @@ def _from_parent(member: TreeRun, family: Sequence[TreeRun]) -> pd.DataFrame:
     return pd.concat([*before, member.evals])
 
 
-def source_chart(history: History) -> str:
+def source_chart(history: Curves) -> str:
     """Validation loss of each source over steps, restarts as dashed lines."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": "sources"}):
         figure, axes = _axes("validation loss", history)
@@ -115,7 +116,7 @@ def _style_of(number: int) -> dict[str, Any]:
     return {"color": COLORS[color], "lw": 1.6, "marker": "o", "ms": 3, "ls": dashes}
 
 
-def throughput_chart(history: History) -> str:
+def throughput_chart(history: Curves) -> str:
     """Tokens per second over all ranks against steps, from zero, restarts as dashed lines."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": "throughput"}):
         figure, axes = _axes("tokens per second", history)
@@ -152,7 +153,7 @@ def _empty_axes(ylabel: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _axes(ylabel: str, history: History) -> tuple[Figure, Axes]:
+def _axes(ylabel: str, history: Curves) -> tuple[Figure, Axes]:
     figure, axes = _empty_axes(ylabel)
     last = max(frame["step"].max() for frame in (history.train, history.evals) if len(frame))
     axes.set_xlim(-0.02 * last, max(1.03 * last, 1))  # both charts alike, also for a single point

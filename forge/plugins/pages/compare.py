@@ -13,9 +13,9 @@ from forge.core.errors import ConfigError
 from forge.core.files import atomic_open, read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.terminal import Table, duration, say
+from forge.plugins.pages.curves import device_hours, facts, read_curves_or_empty
 from forge.plugins.pages.node_load import read_loads
 from forge.plugins.pages.run_tree import TreeRun, families
-from forge.reporting.history import device_hours, facts, read_history_or_empty
 from forge.reporting.run_rows import ScoreRow, read_scores
 from forge.reporting.run_state import COLORS, RunState
 from forge.reporting.summary import summarize
@@ -109,7 +109,7 @@ def comparison(runs: Sequence[RunPaths]) -> Comparison:
 
 
 def _run(paths: RunPaths) -> ComparedRun:
-    summary, history = summarize(paths), read_history_or_empty(paths)
+    summary, history = summarize(paths), read_curves_or_empty(paths)
     if summary.state.state == "unknown":
         say(f"note: {summary.state.run}: {summary.state.reason}")
     measured = facts(history)

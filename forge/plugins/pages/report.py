@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ from markupsafe import Markup
 from forge.core import events
 from forge.core.files import atomic_open, read_json
 from forge.core.paths import RunPaths
+from forge.core.records import Check, PreflightResult, Validation
 from forge.core.terminal import duration
 from forge.plugins.pages.charts import (
     family_chart,
@@ -24,18 +26,12 @@ from forge.plugins.pages.charts import (
     time_blocks,
     time_ticks,
 )
+from forge.plugins.pages.curves import Curves, device_hours, facts, read_curves
 from forge.plugins.pages.node_load import read_loads
 from forge.plugins.pages.run_tree import TreeRun, family_of
-from forge.reporting.history import (
-    PHASES,
-    History,
-    LaunchHistory,
-    device_hours,
-    facts,
-    read_history,
-)
+from forge.reporting.history import PHASES, History, LaunchHistory
 from forge.reporting.run_rows import read_scores
-from forge.reporting.summary import Summary, preflight_checks, summarize, validation_checks
+from forge.reporting.summary import Summary, summarize
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -76,7 +72,7 @@ def environment() -> Environment:
 
 
 def _context(paths: RunPaths) -> dict[str, Any]:
-    summary, history = summarize(paths), read_history(paths)
+    summary, history = summarize(paths), read_curves(paths)
     return {
         "summary": summary,
         "facts": facts(history),
@@ -89,8 +85,8 @@ def _context(paths: RunPaths) -> dict[str, Any]:
         "phases": list(PHASES),
         "time": _time(history),
         "launches": [_launch_row(launch) for launch in history.launches],
-        "preflight_checks": preflight_checks(summary.preflight),
-        "validation_checks": validation_checks(summary.validation),
+        "preflight_checks": _preflight_checks(summary.preflight),
+        "validation_checks": _validation_checks(summary.validation),
         "config": _config_text(paths),
         "paths": paths,
     }
@@ -113,7 +109,7 @@ def _config_text(paths: RunPaths) -> str:
 # --- pieces of the page -------------------------------------------------------------------------
 
 
-def _missing(paths: RunPaths, summary: Summary, history: History) -> list[str]:
+def _missing(paths: RunPaths, summary: Summary, history: Curves) -> list[str]:
     """Parts that a report lacks, each with the reason or what to do."""
     evaluated = history.evals["loss"].notna().any()
     absent = [
@@ -128,7 +124,7 @@ def _missing(paths: RunPaths, summary: Summary, history: History) -> list[str]:
     return [text for is_absent, text in absent if is_absent]
 
 
-def _charts(history: History) -> list[dict[str, Any]]:
+def _charts(history: Curves) -> list[dict[str, Any]]:
     """Title, description for those who do not see it, and SVG of each curve that has data."""
     train, evals = history.train.dropna(subset=["loss"]), history.evals.dropna(subset=["loss"])
     speed = history.train.dropna(subset=["tokens_per_sec"])
@@ -205,6 +201,28 @@ def _launch_row(launch: LaunchHistory) -> dict[str, Any]:
 def _where(start: events.Launch) -> str:
     """`job 17 on node01, node02`; without Slurm the host."""
     return f"job {start.job} on {', '.join(start.nodes)}" if start.job else start.host
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+def _preflight_checks(preflight: PreflightResult | None) -> list[dict[str, str]]:
+    """Checks of all nodes and of the ranks, worst first: where, name, status, message, fix."""
+    checks = preflight.all_checks if preflight else []
+    return _worst_first([_row(check, where) for where, check in checks])
+
+
+def _validation_checks(validation: Validation | None) -> list[dict[str, str]]:
+    """Validation's checks, worst first: name, status, message, fix."""
+    return _worst_first([_row(check, "") for check in validation.checks] if validation else [])
+
+
+def _row(check: Check, where: str) -> dict[str, str]:
+    return {"where": where, **asdict(check)}
+
+
+def _worst_first(checks: list[dict[str, str]]) -> list[dict[str, str]]:
+    return sorted(checks, key=lambda check: {"ok": 2, "warn": 1}.get(check["status"], 0))
 
 
 # --- words for numbers --------------------------------------------------------------------------

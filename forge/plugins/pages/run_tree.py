@@ -10,7 +10,7 @@ from forge.checkpoint.family import started_from
 from forge.core.errors import DataError
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
-from forge.reporting.history import facts, read_history_or_empty
+from forge.plugins.pages.curves import facts, read_curves_or_empty
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,7 +77,7 @@ def _below(member: TreeRun, among: dict[str, TreeRun], own: str, below: str) -> 
 
 def _member(paths: RunPaths) -> TreeRun:
     parent, start = _parent(paths)
-    history = read_history_or_empty(paths)
+    history = read_curves_or_empty(paths)
     measured = facts(history)
     evals = history.evals.dropna(subset=["loss"])
     loss = measured["loss_to"]

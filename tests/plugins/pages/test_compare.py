@@ -15,8 +15,9 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import digest_file, read_json, write_json
 from forge.plugins.pages.compare import ComparedRow, compare, comparison, to_json
+from forge.plugins.pages.curves import device_hours
 from forge.plugins.pages.report import render
-from forge.reporting.history import device_hours, read_history
+from forge.reporting.history import read_history
 from forge.reporting.show import show
 
 
