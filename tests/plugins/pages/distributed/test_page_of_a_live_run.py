@@ -1,4 +1,4 @@
-"""Against pages whose sources only recorded runs have: real ranks, a real monitor, sources, a branch."""
+"""Threat: pages that fit recorded runs alone. Real ranks, a real monitor, a real branch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from support.live_run import forge
 
+pytestmark = pytest.mark.all
 OFTEN = "--machine.monitor.every_sec=0.05"
 
 
