@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import family
-from forge.cluster import adopt, controller_job, jobs, submission
+from forge.cluster import adopt, jobs, submission
 from forge.cluster.allocation import (
     EXECUTOR,
     OF_COMMAND,
@@ -60,6 +60,7 @@ from forge.core.records import RunSettings, SubmitCheck, WorkflowRuns
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve, single_corpora
+from forge.plugins.controller import controller_job
 from forge.reporting.workflow_output import print_end
 from forge.run import cost, train
 from forge.run.programs import program_of

@@ -43,7 +43,7 @@ def _init(options: argparse.Namespace) -> None:
 
 
 def _submit(options: argparse.Namespace) -> None:
-    from forge.controller.submit import stop, submit
+    from forge.plugins.controller.submit import stop, submit
 
     if options.stop is not None:
         stop(options.stop)
@@ -52,6 +52,6 @@ def _submit(options: argparse.Namespace) -> None:
 
 
 def _controller(_options: argparse.Namespace) -> None:
-    from forge.controller.control import control
+    from forge.plugins.controller.control import control
 
     control()

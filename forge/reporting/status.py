@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from forge.cluster import controller_job
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.terminal import Table, duration, is_terminal, print_plain, say, visible
+from forge.plugins.controller import controller_job
 from forge.reporting.find_runs import results_folder
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import COLORS, TRAINING, Queue, RunState, ask_slurm, clipped, judge

@@ -38,7 +38,7 @@ ELSEWHERE = {
     ("README.md", "Your cluster, in four commands", ""): "tests/slurm/test_readme.py",
     ("docs/new-cluster.md", "Try it before the queue", ""): "tests/slurm/test_twin.py",
     ("docs/new-cluster.md", "", ""): "tests/slurm/test_readme.py",
-    ("docs/submit.md", "", ""): "tests/slurm/test_readme.py",
+    ("docs/plugins/controller.md", "", ""): "tests/slurm/test_readme.py",
     (BERT, "", "snakemake --profile profiles/local"): "tests/workflow/test_lab_bert.py",
     (BERT, "", ".venv/bin/python"): "tests/workflow/test_lab_bert.py",
     ("docs/data.md", "A directory for a group", ""): "tests/workflow/test_shared_data.py",

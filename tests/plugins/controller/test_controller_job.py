@@ -4,10 +4,11 @@ import time
 
 import pytest
 
-from forge.cluster import controller_job, slurm
+from forge.cluster import slurm
 from forge.core.errors import UnfitError
 from forge.core.paths import ControllerPaths
 from forge.core.records import Controller, ControllerState, SubmitCheck
+from forge.plugins.controller import controller_job
 
 RUNS = {"base": "results/base", "large": "results/large"}
 TOKENS = "data/tokens/0123/manifest.json"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from forge.cluster import adopt, controller_job, jobs, slurm, submission
+from forge.cluster import adopt, jobs, slurm, submission
 from forge.cluster.lock import lock
 from forge.cluster.partitions import Partition, read_partitions
 from forge.cluster.sbatch import CONTROLLER_RULE, Request, batch_line
@@ -24,6 +24,7 @@ from forge.core.machine import ControllerSettings, load_machine
 from forge.core.paths import CONTROLLERS, SUBMIT_CHECK, WORKFLOW, ControllerPaths
 from forge.core.records import Controller, ControllerState, SubmitCheck
 from forge.core.terminal import one_line, say
+from forge.plugins.controller import controller_job
 
 DAY_MIN = 24 * 60
 WARN_SEC = 300  # before its time limit; a quarter of a shorter one

@@ -16,13 +16,13 @@ from contextlib import suppress
 from typing import Any
 
 from forge.cluster import adopt, slurm
-from forge.controller.notify import Notifier, events_of, states_of
 from forge.core.errors import DataError, ForgeError, TrainingError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import ControllerPaths
 from forge.core.process import slurm_start_variable, stop_with_parent
 from forge.core.records import Controller, ControllerPhase, ControllerState
 from forge.core.terminal import say
+from forge.plugins.controller.notify import Notifier, events_of, states_of
 
 # Else a Snakemake that was killed leaves its lock, and outputs that the next one refuses.
 AFTER_A_KILL = ("--nolock", "--rerun-incomplete")

@@ -7,8 +7,8 @@ import time
 import pytest
 from support.run_states import new_run
 
-from forge.controller import notify
-from forge.controller.notify import Notifier, events_of
+from forge.plugins.controller import notify
+from forge.plugins.controller.notify import Notifier, events_of
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import judge
 
