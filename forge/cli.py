@@ -34,13 +34,11 @@ def main(arguments: list[str] | None = None) -> int:
         _in_utf8()
         sys.meta_path.insert(0, _BeforeCompiler())
     parser = _parser()
-    arguments, of_snakemake = _of_snakemake(sys.argv[1:] if arguments is None else arguments)
     options, rest = parser.parse_known_args(arguments)
     if rest and not options.takes_overrides:
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         options.overrides, options.machine_overrides = _overrides(rest)
-        options.of_snakemake = of_snakemake
         from forge.core.files import disk_trouble
 
         # The last resort: no disk or network file system error is reported as a bug.
@@ -77,19 +75,6 @@ class _BeforeCompiler:
 
             open_kernel_cache()
             sys.meta_path.remove(self)
-
-
-def _of_snakemake(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The arguments for `forge`, and those behind `forge submit`, which are Snakemake's."""
-    name, words = arguments[:1], arguments[1:]
-    if name != ["submit"] or words[:1] in (["-h"], ["--help"]):
-        return arguments, []
-    for at, word in enumerate(words):
-        if word == "--stop":  # which Snakemake does not have
-            return [*name, word, *(job for job in words[at + 1 : at + 2] if job.isdigit())], []
-        if word.startswith("--stop="):
-            return [*name, word], []
-    return name, words
 
 
 def _in_utf8() -> None:

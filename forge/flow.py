@@ -4,7 +4,7 @@ given."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from forge import as_module, workflow
 from forge.checkpoint import family
 from forge.cluster import jobs
 from forge.cluster.allocation import Allocation, Profile
+from forge.cluster.sbatch import Request
 from forge.core import hooks
 from forge.core.config import RUN_NAME, ResolvedConfig
 from forge.core.errors import ForgeError
@@ -27,6 +28,7 @@ from forge.core.paths import (
     tokens_folder,
 )
 from forge.core.sample_sheet import shared_folders
+from forge.core.terminal import say
 from forge.data.content_ids import single_corpora
 from forge.data.corpus import made_by_rules
 from forge.launch.rank import refuse_left_over
@@ -59,7 +61,7 @@ class Flow:
         except ForgeError as err:
             raise refusal(str(err)) from None
         if self._is_main and not as_module.is_read_again(snakemake):
-            workflow.end_with_table(snakemake, self.runs, self._check_dry_run)
+            workflow.end_with_table(snakemake, self.runs, self._end_dry_run)
         self.waiting = family.waiting(self.runs)
         self.failed = workflow.known_failures(self.runs) if self._is_main else {}
         self._resumed: dict[str, int] = {}  # run -> step, filled when `resume` is the target
@@ -218,29 +220,57 @@ class Flow:
 
     # --- what is checked and written before jobs run ---
 
+    @property
+    def due(self) -> list[Any]:
+        """Jobs of Snakemake that will run; all of a dry run, which has finished them."""
+        dag = self._snakemake.dag
+        return list(dag.needrun_jobs(exclude_finished=False)) if dag else []
+
+    @property
+    def executor(self) -> str:
+        """The executor that the command names, also of a dry run, which has another one; "" for none."""
+        return self._profile.executor
+
+    @property
+    def default_resources(self) -> dict[str, Any]:
+        """Resources that the profile gives every rule."""
+        return workflow.of_profile("", self._snakemake.resource_settings)
+
     def _check_plan(self, submits: bool) -> str:
         """A line with what the runs cost that will be trained; "" without any. submits: whether rules
         become Slurm jobs. Raises ForgeError for a profile and a plan that cannot work, or cost too much.
         """
         settings, limits = self._snakemake.resource_settings, self._snakemake.global_resources
         self.allocation.check_profile(settings, limits, submits=submits)
-        # All, since a dry run has finished them.
-        due = list(self._snakemake.dag.needrun_jobs(exclude_finished=False))
-        self.allocation.check_runs(due, self.failed)
-        return workflow.check_cost(self.runs, self.allocation, due) if submits else ""
+        self.allocation.check_runs(self.due, self.failed)
+        return workflow.check_cost(self.runs, self.allocation, self.due) if submits else ""
 
-    def _check_dry_run(self) -> str:
-        """Check a dry run as `_check_plan`, that of `forge submit` further; the line of `_check_plan`."""
-        cost = self._check_plan(self._profile.submits)
-        workflow.answer_submit(
-            self._snakemake,
-            self.runs,
-            self._layouts,
-            machine=self.allocation.of_profile["machine"],
-            folders=[self.results, self.data],
-            executor=self._profile.executor,
-        )
-        return cost
+    def _end_dry_run(self) -> None:
+        """Say what the runs cost, or with what a start would be refused at once."""
+        refusal = None
+        try:
+            # An empty one is false.
+            if self._snakemake.dag and (cost := self._check_plan(self._profile.submits)):
+                say(cost)
+        except ForgeError as err:
+            say(f"without -n this is refused: {err}")
+            refusal = err
+        hooks.after_dry_run(self, refusal)
+
+    def check_start(self) -> list[Request]:
+        """Check the plan of a dry run with an executor for Slurm as a start does, and write down the runs
+        as they are now (`workflow.keep_for_jobs`); the requests to Slurm. Raises ForgeError."""
+        with workflow.with_executor(self._snakemake, self.executor):
+            return self._check_jobs(say, submits=True)
+
+    def _check_jobs(self, tell: Callable[[str], None], *, submits: bool) -> list[Request]:
+        hooks.check_plan(self.runs, workflow.rules_due(self.due))
+        if not submits:
+            return []
+        folders = [self.results, self.data]
+        requests = workflow.check_submission(self._snakemake.dag, self.due, folders, tell)
+        workflow.keep_for_jobs(self.runs, self._layouts)
+        return requests
 
     def _before_plan(self, dry: bool) -> None:
         # What input functions raise, Snakemake shows with its own traceback.
@@ -269,18 +299,14 @@ class Flow:
 
     def _start(self, profile: Profile) -> str:
         """Check, and write for jobs what they read; what the runs cost. Raises ForgeError."""
-        dag, submits = self._snakemake.dag, profile.submits
+        submits = profile.submits
         profile.refuse_plugin()
         refuse_left_over()  # jobs inherit the environment
         cost = self._check_plan(submits)
-        hooks.check_plan(self.runs, workflow.rules_due(dag.needrun_jobs()))
-        if submits:
-            folders = [self.results, self.data]
-            workflow.check_submission(dag, dag.needrun_jobs(), folders, logger.warning)
-            workflow.keep_for_jobs(self.runs, self._layouts)
+        self._check_jobs(logger.warning, submits=submits)
         slurm = self.allocation.machine.slurm
         workflow.take_over(self.runs, slurm, logger.info, submits=submits)
-        workflow.write_configs(self.runs, dag.needrun_jobs())
+        workflow.write_configs(self.runs, self.due)
         workflow.write_down(self.runs)
         settings, memory = self._snakemake.resource_settings, self._model_mem_mb
         workflow.keep_settings(self.runs, settings, memory, submits=submits)

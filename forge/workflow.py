@@ -19,7 +19,6 @@ from typing import Any
 from forge.checkpoint import family
 from forge.cluster import adopt, jobs, submission
 from forge.cluster.allocation import (
-    EXECUTOR,
     OF_COMMAND,
     Allocation,
     command_resources,
@@ -31,7 +30,7 @@ from forge.cluster.sbatch import Request, requests_of
 from forge.cluster.slurm import refuse_missing, settle_in_batch_step
 from forge.core import hooks
 from forge.core.config import OF_FORGES_TRAINER, Config, ResolvedConfig, checked, read_values
-from forge.core.errors import ConfigError, ForgeError, TrainingError, UnfitError
+from forge.core.errors import ConfigError, TrainingError, UnfitError
 from forge.core.files import (
     canonical,
     digest_bytes,
@@ -44,7 +43,6 @@ from forge.core.machine import Slurm
 from forge.core.paths import (
     CONFIG,
     SHEET,
-    SUBMIT_CHECK,
     WORKFLOW,
     WORKFLOW_RUNS,
     RunPaths,
@@ -56,18 +54,16 @@ from forge.core.paths import (
     tokens_folder,
 )
 from forge.core.process import slurm_start_variable
-from forge.core.records import RunSettings, SubmitCheck, WorkflowRuns
+from forge.core.records import RunSettings, WorkflowRuns
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve, single_corpora
-from forge.plugins.controller import controller_job
 from forge.reporting.workflow_output import print_end
 from forge.run import cost, train
 from forge.run.programs import program_of
 
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
 SUBMITTED = "FORGE_SUBMITTED"
-KNOWN_FAILURE = "known_failure_run"
 QUEUE_POLL_SEC = 10.0
 PROGRAM_MB = 8000  # for what another program has trained, whose size is not known
 
@@ -140,7 +136,7 @@ def read_runs(
 
     settings: as for `read_config`. given: taken in place of what that reads. main: False for the
     Snakemake inside a job, which keeps the runs as they were submitted: the config may have been edited
-    while the job was in the queue; that of `forge submit` keeps them, too.
+    while the job was in the queue; one that is to take jobs back (FORGE_CONTROLLED) keeps them, too.
 
     Raises ForgeError for a bad config or sheet, for a run that cannot resume from its checkpoint or whose
     parent has changed, and for a new one that cannot start from its parent's. Refused here, since
@@ -294,29 +290,20 @@ def rules_due(due: Iterable[Any]) -> dict[str, list[str]]:
 
 
 def end_with_table(
-    workflow: Any, runs: dict[str, ResolvedConfig], check: Callable[[], str]
+    workflow: Any, runs: dict[str, ResolvedConfig], end_dry_run: Callable[[], None]
 ) -> None:
     """Make a table of these runs the last lines of this Snakemake, however it ends: Snakemake's own
     handlers are not called where nothing is left to do, and print more after them.
 
-    check: what the runs cost, "" where nothing is submitted; raises what a run would be refused with at
-    once. A dry run ends with either instead, and writes it down for `forge submit`.
+    end_dry_run: called instead at the end of a dry run.
     """
     project = Path.cwd()  # Snakemake goes back to where it was called before it ends (--directory)
 
     def end() -> None:
         # Without an executor it was asked for something else, such as --dag or --unlock.
-        if workflow.dryrun and workflow.dag:
-            try:
-                if line := check():
-                    say(line)
-            except ForgeError as err:
-                say(f"without -n this is refused: {err}")
-                if controller_job.CHECKS in os.environ:
-                    SubmitCheck(refused=str(err), code=err.code).write(SUBMIT_CHECK)
-        elif workflow.dryrun and controller_job.CHECKS in os.environ:  # an empty DAG is false
-            SubmitCheck().write(SUBMIT_CHECK)
-        elif workflow.executor_plugin and not (workflow.dryrun or workflow.touch):
+        if workflow.dryrun:
+            end_dry_run()
+        elif workflow.executor_plugin and not workflow.touch:
             with suppress(OSError), chdir(project):  # the reader of our output may have left
                 print_end([RunPaths.of(settings) for settings in runs.values()])
 
@@ -345,49 +332,8 @@ def check_submission(
     return requests
 
 
-def answer_submit(
-    workflow: Any,
-    runs: dict[str, ResolvedConfig],
-    layouts: Mapping[str, Mapping[str, Any]],
-    *,
-    machine: str,
-    folders: Iterable[str],
-    executor: str,
-) -> None:
-    """In the dry run of `forge submit`, check what a start would check, and write down what the
-    controller needs to know. executor: of the command. Raises ForgeError."""
-    if controller_job.CHECKS not in os.environ:
-        return
-    if executor != EXECUTOR:
-        raise ConfigError(
-            f"the jobs of this command run by the executor {executor or 'local'}, not by {EXECUTOR}",
-            fix="give a profile for Slurm: forge submit --profile profiles/mine train",
-        )
-    due = list(workflow.dag.needrun_jobs(exclude_finished=False))
-    rules = {job.rule.name for job in due if job.output}  # targets have none
-    if rules == {KNOWN_FAILURE}:
-        raise TrainingError("\n".join(str(job.params.message) for job in due if job.output))
-    hooks.check_plan(runs, rules_due(due))
-    with _with_executor(workflow, executor):
-        requests = check_submission(workflow.dag, due, folders, say)
-    keep_for_jobs(runs, layouts)
-    of_profile = workflow.resource_settings.default_resources or {}
-    given = {name: plain(value) for name, value in of_profile.items()}
-    asked = dict.fromkeys((request.account, request.partition) for request in requests)
-    SubmitCheck(
-        rules=sorted(rules),
-        submitted=os.environ[SUBMITTED],
-        runs={name: str(RunPaths.of(config).root) for name, config in runs.items()},
-        shared=sorted(str(o) for job in due if "run" not in job.wildcards_dict for o in job.output),
-        machine=machine,
-        account=str(given.get("slurm_account") or ""),
-        partition=str(given.get("slurm_partition") or ""),
-        requests=[list(one) for one in asked],
-    ).write(SUBMIT_CHECK)
-
-
 @contextmanager
-def _with_executor(workflow: Any, name: str) -> Iterator[None]:
+def with_executor(workflow: Any, name: str) -> Iterator[None]:
     """In a dry run, whose executor makes every job a local one, see jobs as this executor would."""
     from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
 
@@ -415,10 +361,8 @@ def take_over(
     """
     waited = False
     name = adopt.controlled_name()
-    if not name:
-        controller_job.refuse_living(runs)
-        if submits and (warning := jobs.own_nodes()):
-            say(warning)
+    if submits and not name and (warning := jobs.own_nodes()):
+        say(warning)
     while True:
         try:
             with ExitStack() as held:

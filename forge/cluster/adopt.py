@@ -1,9 +1,9 @@
-"""Jobs that an earlier Snakemake of `forge submit` has submitted, taken back by the one that runs now.
+"""Jobs that an earlier Snakemake has submitted, taken back by the one that runs now.
 
 A Snakemake that was killed leaves its jobs in Slurm's queue. The next one would submit each of them once
-more, into the same directory. Under `forge submit` jobs have a name that depends only on the project and
-on the runs as they were submitted, so that the next Snakemake finds those that do what it is about to
-submit.
+more, into the same directory. Where a program starts one Snakemake after the other (FORGE_CONTROLLED),
+jobs have a name that depends only on the project and on the runs as they were submitted, so that the next
+one finds those that do what it is about to submit.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from forge.cluster import jobs, slurm
 from forge.cluster.jobs import QueuedJob
 from forge.core.files import read_json, short_id
 
-# Set by the controller in the environment of its Snakemake: the name of the file with the runs as they
-# were submitted. Jobs inherit it, and do not submit.
+# Set by that program: the name of the file with the runs as they were submitted
+# (`workflow.keep_for_jobs`). Jobs inherit it, and do not submit.
 CONTROLLED = "FORGE_CONTROLLED"
 MAX_NAME = 40  # characters of the runs' names in the name of a job
 ASK_SEC = 10.0
 
 
 def job_name(runs: Iterable[str], submitted: str) -> str:
-    """The name in Slurm of all jobs that a controller of this project submits for these runs. submitted:
-    the file with the runs as they were submitted."""
+    """The name in Slurm of all jobs that are submitted in this project for these runs, to be taken back.
+    submitted: the file with the runs as they were submitted."""
     project = [os.path.realpath(Path.cwd()), Path(submitted).name]
     return f"{'-'.join(sorted(runs))[:MAX_NAME]}_{short_id(project)}"
 
 
 def controlled_name() -> str:
-    """The name of the jobs of this Snakemake; "" where it does not run under `forge submit`. Raises
-    DataError where the file with the runs is gone."""
+    """The name of the jobs of this Snakemake; "" where it is to take none back. Raises DataError where
+    the file with the runs is gone."""
     submitted = os.environ.get(CONTROLLED, "")
     return job_name(read_json(Path(submitted))["submitted"], submitted) if submitted else ""
 

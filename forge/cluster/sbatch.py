@@ -18,7 +18,6 @@ from forge.core.machine import Machine
 # The job keeps the rest of its allocation when a node dies: a spare node replaces it, or the run shrinks.
 # Slurm then keeps the job even without its first node (`JobWatch`).
 NO_KILL = "--no-kill"
-CONTROLLER_RULE = "controller"  # of the request of `forge submit`, which is no rule
 
 
 @dataclass(frozen=True)
@@ -93,8 +92,6 @@ class Request:
 
     @property
     def name(self) -> str:
-        if self.rules == (CONTROLLER_RULE,):
-            return "the controller"
         return "the allocation of a run" if self.is_allocation else f"rule {self.rules[0]}"
 
     @property
@@ -106,8 +103,6 @@ class Request:
         """The keys of a profile that set its resources."""
         if self.is_allocation:
             return "set-resources of train_run"
-        if self.rules == (CONTROLLER_RULE,):
-            return "slurm.controller in machine.yaml, or default-resources"
         return f"default-resources, or set-resources of {self.rules[0]}"
 
     @property

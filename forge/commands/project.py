@@ -1,4 +1,4 @@
-"""Subcommands for a new project, and its workflow without a terminal."""
+"""Subcommand for a new project."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from forge.commands.subcommands import Subcommands
 
 
 def add_project(subcommands: Subcommands) -> None:
-    """Add the subcommands for a new project, and its workflow without a terminal."""
+    """Add the subcommand."""
     init = subcommands.plain(
         "init",
         _init,
@@ -17,41 +17,9 @@ def add_project(subcommands: Subcommands) -> None:
         keys=False,
     )
     init.add_argument("folder", metavar="DIR", type=Path, help="a directory that is not there yet")
-    submit = subcommands.plain(
-        "submit", _submit, "run a Snakemake command as a Slurm job of its own", keys=False
-    )
-    submit.usage = (
-        "forge submit --profile PROFILE [arguments of snakemake]\n       forge submit --stop [JOB]"
-    )
-    submit.epilog = (
-        "All arguments are Snakemake's. Example: forge submit --profile profiles/mine train"
-    )
-    submit.add_argument(
-        "--stop",
-        nargs="?",
-        const="",
-        metavar="JOB",
-        help="end the controller and its jobs, with a checkpoint; JOB: which, where several live",
-    )
-    subcommands.hidden("controller", _controller, "what the job of `forge submit` runs")
 
 
 def _init(options: argparse.Namespace) -> None:
     from forge.run.init import init
 
     init(options.folder)
-
-
-def _submit(options: argparse.Namespace) -> None:
-    from forge.plugins.controller.submit import stop, submit
-
-    if options.stop is not None:
-        stop(options.stop)
-    else:
-        submit(options.of_snakemake)
-
-
-def _controller(_options: argparse.Namespace) -> None:
-    from forge.plugins.controller.control import control
-
-    control()

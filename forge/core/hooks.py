@@ -20,6 +20,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from forge.core.config import Config, ResolvedConfig
+    from forge.core.errors import ForgeError
     from forge.core.paths import RunPaths
     from forge.core.records import RunSettings
     from forge.core.section import Section
@@ -129,6 +130,11 @@ class Hooks:
         that are due. Raises ForgeError."""
 
     @_specified
+    def after_dry_run(self, flow: Any, refusal: ForgeError | None) -> None:
+        """Take note of the plan that a dry run has shown. flow: the `forge.flow.Flow`. refusal: with what
+        a start would be refused. Raises nothing."""
+
+    @_specified
     def job_requests(self, settings: Any, mem_mb: int) -> Mapping[str, dict[str, Any]]:
         """Rule -> `Request.to_json` of the jobs that are submitted while a run trains. settings:
         Snakemake's ResourceSettings. mem_mb: memory that the run's model needs."""
@@ -140,6 +146,16 @@ class Hooks:
     ) -> AbstractContextManager[None]:
         """Work beside a run while the body trains it, in the launcher, which holds the run's lock. data:
         the directory with the run's tokenizer. Raises nothing."""
+        raise NotImplementedError
+
+    @_specified
+    def status_lines(self) -> Sequence[str]:
+        """Lines of `forge status` above the runs, made anew whenever it is drawn."""
+        raise NotImplementedError
+
+    @_specified
+    def status_json(self) -> Mapping[str, Any]:
+        """Keys of the object that `forge status --json` prints, besides `runs`."""
         raise NotImplementedError
 
 
@@ -250,6 +266,11 @@ def check_plan(runs: Mapping[str, ResolvedConfig], rules: Mapping[str, Sequence[
     _call().check_plan(runs=runs, rules=rules)
 
 
+def after_dry_run(flow: Any, refusal: ForgeError | None) -> None:
+    """Tell plugins the plan of a dry run, or with what a start would be refused."""
+    _call().after_dry_run(flow=flow, refusal=refusal)
+
+
 def job_requests(settings: Any, mem_mb: int) -> dict[str, dict[str, Any]]:
     """Rule -> request of the jobs that plugins submit while a run trains."""
     return _merged(_call().job_requests(settings=settings, mem_mb=mem_mb))
@@ -262,3 +283,13 @@ def while_training(paths: RunPaths, settings: RunSettings, data: str) -> Iterato
         for beside in _call().while_training(paths=paths, settings=settings, data=data):
             stack.enter_context(beside)
         yield
+
+
+def status_lines() -> list[str]:
+    """Lines that plugins add to `forge status`."""
+    return _listed(_call().status_lines())
+
+
+def status_json() -> dict[str, Any]:
+    """Keys that plugins add to the object of `forge status --json`."""
+    return _merged(_call().status_json())

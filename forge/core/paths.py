@@ -26,8 +26,6 @@ CONFIG, SHEET = "config/config.yaml", "config/runs.tsv"  # of a project
 # Files of workflow commands: for their jobs, and what the last command was about.
 WORKFLOW = Path(".snakemake/forge")
 WORKFLOW_RUNS = WORKFLOW / "runs.json"
-SUBMIT_CHECK = WORKFLOW / "submit-check.json"  # what the dry run of `forge submit` answered
-CONTROLLERS = WORKFLOW / "controllers"  # the jobs that it submitted
 
 
 def shipped() -> Path:
@@ -66,40 +64,6 @@ def stage_proof_file(folder: Path) -> Path:
     """Proof that `forge stage`, called in this project, wrote the stage record of the run in this
     directory."""
     return WORKFLOW / f"{folder.name}-{short_id(os.path.realpath(folder))}.stage.json"
-
-
-@dataclass(frozen=True)
-class ControllerPaths:
-    """Files of one job of `forge submit`. job: Slurm's id; or `%j`, which sbatch replaces by that."""
-
-    job: str
-
-    @property
-    def record(self) -> Path:
-        """Record of the submission."""
-        return CONTROLLERS / f"{self.job}.json"
-
-    @property
-    def state(self) -> Path:
-        """State of the job, or its end."""
-        return CONTROLLERS / f"{self.job}.state.json"
-
-    @property
-    def log(self) -> Path:
-        """Log of Snakemake."""
-        return CONTROLLERS / f"{self.job}.log"
-
-    @classmethod
-    def all(cls) -> list[ControllerPaths]:
-        """Paths of each controller job that has a record, oldest first."""
-        names = [path.name.removesuffix(".json") for path in CONTROLLERS.glob("*.json")]
-        ids = [name for name in names if name.isdigit()]
-        return [cls(job) for job in sorted(ids, key=int)]
-
-    def remove(self) -> None:
-        """Forget the job."""
-        for path in (self.record, self.state, self.log):
-            path.unlink(missing_ok=True)
 
 
 def kernels_folder(folder: Path) -> Path:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from forge.core import hooks
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.terminal import Table, duration, is_terminal, print_plain, say, visible
-from forge.plugins.controller import controller_job
 from forge.reporting.find_runs import results_folder
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import COLORS, TRAINING, Queue, RunState, ask_slurm, clipped, judge
@@ -44,8 +44,8 @@ class StatusRow:
 
 
 def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = False) -> None:
-    """Print the controllers of `forge submit` and one line a run to standard output; or as JSON an object
-    with the lists `controllers` and `runs`.
+    """Print one line a run to standard output, below those of plugins; or as JSON an object with the list
+    `runs`, and what plugins add.
 
     watch: draw it again every few seconds until Ctrl-C. Raises ConfigError without a terminal then.
     """
@@ -55,14 +55,13 @@ def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = Fal
         _watch(runs)
         return
     rows, note = look(runs)
-    controllers = controller_job.statuses()
     if as_json:
-        jobs, shown = [one.to_json() for one in controllers], [one.to_json() for one in rows]
-        print(json.dumps({"controllers": jobs, "runs": shown}, indent=2))
+        values = {**hooks.status_json(), "runs": [one.to_json() for one in rows]}
+        print(json.dumps(values, indent=2))
         if note:
             say(note)
         return
-    for line in _controller_lines(controllers):
+    for line in hooks.status_lines():
         print_plain(line)
     if not rows:
         say(f"no runs in {results_folder()}/ yet: train one with make train, or name their folders")
@@ -70,10 +69,6 @@ def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = Fal
         _table(rows).print()
     if note:
         say(note)
-
-
-def _controller_lines(controllers: Sequence[controller_job.ControllerStatus]) -> list[str]:
-    return [line for one in controllers for line in one.lines()]
 
 
 def look(runs: Sequence[RunPaths]) -> tuple[list[StatusRow], str]:
@@ -182,7 +177,7 @@ def _watch(runs: Sequence[RunPaths]) -> None:
             while True:
                 rows, note = look(runs)
                 foot = f"{time.strftime('%H:%M:%S')}  Ctrl-C ends this, not the runs  {note}"
-                head = "\n".join(_controller_lines(controller_job.statuses()))
+                head = "\n".join(hooks.status_lines())
                 shown = Group(
                     *([Text(visible(head))] if head else []),
                     _table(rows).drawn(),

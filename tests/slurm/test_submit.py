@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from forge.core.files import read_json
-from forge.core.paths import ControllerPaths
+from forge.plugins.controller.places import ControllerPaths
 from tools.slurm_cluster.cluster import REPOSITORY, Cluster
 from tools.slurm_cluster.machines import ClusterError, wait_until
 

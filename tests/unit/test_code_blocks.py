@@ -143,9 +143,8 @@ parser_of_snakemake = cache(partial(get_argument_parser, []))
 
 def forge(words: list[str]) -> None:
     """Options and keys are known, by the parser and the config. Raises SystemExit or ConfigError."""
-    words, of_snakemake = cli._of_snakemake(words)
-    snakemake(of_snakemake)
     options, rest = parser_of_forge().parse_known_args(words)
+    snakemake(getattr(options, "of_snakemake", []))
     assert options.takes_overrides or not rest, rest
     overrides, of_machine = cli._overrides(rest)
     load_config(ROOT / "config/config.yaml", overrides)

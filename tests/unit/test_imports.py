@@ -22,8 +22,7 @@ FOLDER = Path(forge.__file__).parent
 # In the order of the rule. Modules beside them (cli, workflow, …) start Forge and may import every one.
 PACKAGES = (
     *("attestation", "core", "cluster", "data", "launch", "checkpoint", "trainer"),
-    *("staging", "preflight", "validation", "run", "reporting", "controller"),
-    "commands",
+    *("staging", "preflight", "validation", "run", "reporting", "commands"),
 )
 
 # These start every part of Forge.

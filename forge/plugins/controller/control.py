@@ -18,11 +18,12 @@ from typing import Any
 from forge.cluster import adopt, slurm
 from forge.core.errors import DataError, ForgeError, TrainingError, UnfitError
 from forge.core.machine import load_machine
-from forge.core.paths import ControllerPaths
 from forge.core.process import slurm_start_variable, stop_with_parent
-from forge.core.records import Controller, ControllerPhase, ControllerState
 from forge.core.terminal import say
 from forge.plugins.controller.notify import Notifier, events_of, states_of
+from forge.plugins.controller.places import ControllerPaths
+from forge.plugins.controller.records import Controller, ControllerPhase, ControllerState
+from forge.plugins.controller.shell import outside_of_job
 
 # Else a Snakemake that was killed leaves its lock, and outputs that the next one refuses.
 AFTER_A_KILL = ("--nolock", "--rerun-incomplete")
@@ -230,7 +231,7 @@ def environment(record: Controller) -> dict[str, str]:
     """The environment of Snakemake: as on the login node, so that its plugin does not take this job for
     one that Snakemake has submitted."""
     return {
-        **slurm.outside_of_job(record.environment),
+        **outside_of_job(record.environment),
         **slurm_start_variable(),
         adopt.CONTROLLED: record.check.submitted,
     }

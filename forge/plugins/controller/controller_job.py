@@ -13,12 +13,10 @@ from typing import Any, Literal
 
 from forge.cluster import adopt, jobs, slurm
 from forge.core.errors import DataError, UnfitError
-from forge.core.paths import ControllerPaths
-from forge.core.records import Controller, ControllerPhase, ControllerState
 from forge.core.terminal import duration, without_passwords
+from forge.plugins.controller.places import ControllerPaths
+from forge.plugins.controller.records import Controller, ControllerPhase, ControllerState
 
-# Set for the dry run of `forge submit`.
-CHECKS = "FORGE_CHECKS_FOR_SUBMIT"
 JOB_NAME = "forge-submit"
 ASK_SEC, STATUS_SEC = 10.0, 3.0  # how long one squeue may take; that of forge status
 _FORMAT = "%T|%N|%S|%e|%r|%j|%Z"  # man squeue

@@ -17,14 +17,16 @@ from pathlib import Path
 from forge.cluster import adopt, jobs, slurm, submission
 from forge.cluster.lock import lock
 from forge.cluster.partitions import Partition, read_partitions
-from forge.cluster.sbatch import CONTROLLER_RULE, Request, batch_line
+from forge.cluster.sbatch import Request, batch_line
 from forge.core import hooks
 from forge.core.errors import ConfigError, DataError, ForgeError, TrainingError, UnfitError
 from forge.core.machine import ControllerSettings, load_machine
-from forge.core.paths import CONTROLLERS, SUBMIT_CHECK, WORKFLOW, ControllerPaths
-from forge.core.records import Controller, ControllerState, SubmitCheck
+from forge.core.paths import WORKFLOW
 from forge.core.terminal import one_line, say
 from forge.plugins.controller import controller_job
+from forge.plugins.controller.places import CHECKS, CONTROLLERS, SUBMIT_CHECK, ControllerPaths
+from forge.plugins.controller.records import Controller, ControllerState, SubmitCheck
+from forge.plugins.controller.shell import SET_IN_JOBS
 
 DAY_MIN = 24 * 60
 WARN_SEC = 300  # before its time limit; a quarter of a shorter one
@@ -116,7 +118,7 @@ def _snakemake(arguments: Sequence[str], **environ: str) -> list[str]:
 def _checked(command: Sequence[str]) -> SubmitCheck:
     """Result of a dry run of the command. ConfigError where it fails, or a start would be refused."""
     SUBMIT_CHECK.unlink(missing_ok=True)
-    line = _snakemake([*command, "--dry-run"], **{controller_job.CHECKS: "1"})
+    line = _snakemake([*command, "--dry-run"], **{CHECKS: "1"})
     done = subprocess.run(line, capture_output=True, text=True, check=False, errors="replace")
     if done.returncode:
         said = NOISE.sub("", f"{done.stdout}\n{done.stderr}").strip()
@@ -155,13 +157,25 @@ def _make_here(command: Sequence[str], check: SubmitCheck) -> None:
 # --- the job ---------------------------------------------------------------------------------------
 
 
+class ControllerRequest(Request):
+    """The request of the controller's job, which is no rule's."""
+
+    @property
+    def name(self) -> str:
+        return "the controller"
+
+    @property
+    def profile_keys(self) -> str:
+        return "slurm.controller in machine.yaml, or default-resources"
+
+
 def request_of(
     settings: ControllerSettings, check: SubmitCheck, known: Mapping[str, Partition]
 ) -> Request:
     """Request of the controller's job. Raises UnfitError where its nodes may not submit the jobs."""
     partition = settings.partition or check.partition
     account = settings.account or check.account
-    bare = Request(rules=(CONTROLLER_RULE,), minutes=0, partition=partition)
+    bare = Request(rules=("",), minutes=0, partition=partition)
     own = submission.asked_partitions(bare, known)
     longest = max((place.max_minutes for place in own), default=float(DAY_MIN))
     minutes = settings.runtime or int(min(DAY_MIN, max(longest, 1)))
@@ -176,8 +190,8 @@ def request_of(
     ]
     if forbidden := _not_submitting(own, check, known):
         options.append(f"--exclude={','.join(sorted(forbidden))}")
-    return Request(
-        rules=(CONTROLLER_RULE,),
+    return ControllerRequest(
+        rules=("controller",),
         minutes=minutes,
         account=account,
         partition=partition,
@@ -222,7 +236,7 @@ def _submitted(command: Sequence[str], check: SubmitCheck, request: Request) -> 
             f"the controller could not be submitted: {trouble}",
             fix="correct slurm.controller in machine.yaml, or default-resources of the profile",
         )
-    shell = {name: os.environ[name] for name in slurm.SET_IN_JOBS if name in os.environ}
+    shell = {name: os.environ[name] for name in SET_IN_JOBS if name in os.environ}
     record = Controller(
         job=re.split(r"[;\s]", output.strip())[0],
         cluster=cluster,

@@ -12,10 +12,12 @@ from support.run_states import new_run
 from forge.cluster import adopt, slurm
 from forge.core import process
 from forge.core.errors import TrainingError, UnfitError
-from forge.core.paths import WORKFLOW_RUNS, ControllerPaths
-from forge.core.records import Controller, ControllerState, SubmitCheck, WorkflowRuns
+from forge.core.paths import WORKFLOW_RUNS
+from forge.core.records import WorkflowRuns
 from forge.plugins.controller import control
 from forge.plugins.controller.controller_job import ControllerJob
+from forge.plugins.controller.places import ControllerPaths
+from forge.plugins.controller.records import Controller, ControllerState, SubmitCheck
 
 
 @pytest.fixture

@@ -1,14 +1,16 @@
 """A second controller, or a Snakemake beside one, would submit the same jobs again."""
 
+import json
 import time
 
 import pytest
 
+from forge.cli import main
 from forge.cluster import slurm
 from forge.core.errors import UnfitError
-from forge.core.paths import ControllerPaths
-from forge.core.records import Controller, ControllerState, SubmitCheck
 from forge.plugins.controller import controller_job
+from forge.plugins.controller.places import ControllerPaths
+from forge.plugins.controller.records import Controller, ControllerState, SubmitCheck
 
 RUNS = {"base": "results/base", "large": "results/large"}
 TOKENS = "data/tokens/0123/manifest.json"
@@ -174,3 +176,17 @@ def test_scripts_get_each_value_by_a_key(project, monkeypatch):
         "command": COMMAND,
         "next": "",
     }
+
+
+def test_status_for_scripts_lists_controllers_before_runs(project, monkeypatch, capsys):
+    squeue(monkeypatch, line("RUNNING", "node01"))
+    assert main(["status", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [*shown] == ["controllers", "runs"]
+    assert [one["job"] for one in shown["controllers"]] == ["12"]
+
+
+def test_status_for_scripts_has_an_empty_list_without_a_controller(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["status", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"controllers": [], "runs": []}

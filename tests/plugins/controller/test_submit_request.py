@@ -9,9 +9,9 @@ from forge import cli
 from forge.cluster.partitions import parse_partitions
 from forge.core.errors import ConfigError, Exit, UnfitError
 from forge.core.machine import ControllerSettings
-from forge.core.paths import ControllerPaths
-from forge.core.records import Controller, SubmitCheck
 from forge.plugins.controller import submit
+from forge.plugins.controller.places import ControllerPaths
+from forge.plugins.controller.records import Controller, SubmitCheck
 
 CHECK = SubmitCheck(account="lab", partition="cpu", requests=[["lab", "cpu"], ["lab", "gpu"]])
 
