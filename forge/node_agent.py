@@ -22,9 +22,9 @@ from pydantic_core import to_jsonable_python
 
 from forge.cluster.nodes import hello
 from forge.core.errors import ForgeError
-from forge.launch import mirror_on_node
+from forge.plugins.mirror import checkpoint_copies, mirror_on_node
 from forge.preflight import node_checks
-from forge.staging import checkpoint_copies, on_node
+from forge.staging import on_node
 
 REQUESTS: dict[str, Callable[..., Any]] = {
     request.__name__: validate_call(request)

@@ -30,7 +30,6 @@ from forge.core.records import StageRecord
 from forge.core.terminal import duration, say
 from forge.launch import lost_ranks
 from forge.launch.launch_command import launch_command
-from forge.launch.mirror import Mirror, is_needed
 from forge.launch.rank_output import Console
 from forge.launch.rank_records import (
     NO_RECORD,
@@ -43,6 +42,7 @@ from forge.launch.rank_records import (
     reserve,
 )
 from forge.launch.stop_signal import SIGNAL_CAUSES
+from forge.plugins.mirror.mirror import Mirror, is_needed
 
 # Ranks of a killed command get this long to commit and exit before the next one starts.
 ORPHAN_WAIT_SEC = 30.0

@@ -23,9 +23,9 @@ from forge.data.lossy_tokenizer import check_tokenizer
 from forge.data.sources import digests_by_source, open_tokens
 from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.rank_records import RankRecord, TrainTask
+from forge.plugins.mirror.checkpoint_copies import send_checkpoint
 from forge.run.interruptions import known_at_launch
 from forge.run.step_time import step_seconds
-from forge.staging.checkpoint_copies import send_checkpoint
 from forge.validation.checkpoint_checks import ForgeChecks
 from forge.validation.estimates import memory_bytes
 

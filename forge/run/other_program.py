@@ -29,7 +29,7 @@ from forge.launch.program_rank import (
     saved_file,
 )
 from forge.launch.rank_records import ProgramTask, RankRecord
-from forge.staging.checkpoint_copies import send_checkpoint
+from forge.plugins.mirror.checkpoint_copies import send_checkpoint
 from forge.staging.stage import program_folders
 from forge.trainer.metrics import StepLog
 from forge.validation.program_checks import AllProgramChecks

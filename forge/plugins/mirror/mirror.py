@@ -24,11 +24,11 @@ from forge.core.files import short_id
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
 from forge.core.program_settings import STEP, filled
-from forge.launch.arrivals import Arrivals, RankFiles
 from forge.launch.lost_ranks import PEER_LOST
-from forge.launch.mirror_on_node import begin_mirror, link_mirror
-from forge.launch.mirrored_node import MirroredNode, NodeGone
 from forge.launch.rank_records import STOP_ASKED, LaunchSpec, ProgramTask, RankRecord, reserves
+from forge.plugins.mirror.arrivals import Arrivals, RankFiles
+from forge.plugins.mirror.mirror_on_node import begin_mirror, link_mirror
+from forge.plugins.mirror.mirrored_node import MirroredNode, NodeGone
 
 EVERY_SEC = 1.0  # between two rounds, as the launcher looks at the files of ranks
 BEGIN_SEC = 60.0

@@ -12,8 +12,8 @@ from pathlib import Path
 from forge.cluster.nodes import NodeFailure, NodePool, failed_on
 from forge.core.errors import DataError, ForgeError
 from forge.core.terminal import say
-from forge.launch.arrivals import Arrivals
-from forge.launch.mirror_on_node import (
+from forge.plugins.mirror.arrivals import Arrivals
+from forge.plugins.mirror.mirror_on_node import (
     MirrorNews,
     Sign,
     decoded,

@@ -16,7 +16,7 @@ from typing import Literal
 
 from forge.core.errors import DataError
 from forge.core.files import disk_trouble, relative_path
-from forge.launch.mirror_on_node import CHECKPOINTS
+from forge.plugins.mirror.mirror_on_node import CHECKPOINTS
 
 Kind = Literal["grows", "whole", "part", ""]
 

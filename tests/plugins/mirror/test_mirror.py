@@ -14,11 +14,11 @@ from forge.core.errors import DataError
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
-from forge.launch import mirror, mirror_on_node
-from forge.launch.arrivals import Arrivals, RankFiles
 from forge.launch.launcher import verdict
-from forge.launch.mirrored_node import MirroredNode, NodeGone
 from forge.launch.rank_records import RankRecord
+from forge.plugins.mirror import mirror, mirror_on_node
+from forge.plugins.mirror.arrivals import Arrivals, RankFiles
+from forge.plugins.mirror.mirrored_node import MirroredNode, NodeGone
 
 LAUNCH = "20261126T000000000-1"
 FILES = RankFiles(LAUNCH, "7.0", range(2, 4), r"checkpoint\-[0-9]+(/.+)?", beats=["beats/2"])

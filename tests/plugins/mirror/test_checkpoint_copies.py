@@ -8,8 +8,8 @@ import pytest
 
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import digest_file
-from forge.staging import checkpoint_copies
-from forge.staging.checkpoint_copies import begin_checkpoint, verify_checkpoint
+from forge.plugins.mirror import checkpoint_copies
+from forge.plugins.mirror.checkpoint_copies import begin_checkpoint, verify_checkpoint
 
 
 @pytest.fixture
