@@ -4,8 +4,9 @@ A request is `{"id": 3, "do": "hello", "with": {}}`, its response `{"id": 3, "va
 `{"id": 3, "error": …, "cause": …, "fix": …}`. `forge.cluster.nodes` sends the requests. No torch
 here: the agent must start fast.
 
-To add a request, write a function with keyword arguments, and add it to the REQUESTS of its module.
-Arguments and values are of the types in its signature, and travel as JSON.
+To add a request, write a function with keyword arguments, and add it to the REQUESTS of its module;
+those of a plugin come by the hook `node_requests`. Arguments and values are of the types in its
+signature, and travel as JSON.
 """
 
 from __future__ import annotations
@@ -21,18 +22,21 @@ from pydantic import validate_call
 from pydantic_core import to_jsonable_python
 
 from forge.cluster.nodes import hello
+from forge.core import hooks
 from forge.core.errors import ForgeError
-from forge.plugins.mirror import checkpoint_copies, mirror_on_node
 from forge.preflight import node_checks
 from forge.staging import on_node
 
 REQUESTS: dict[str, Callable[..., Any]] = {
     request.__name__: validate_call(request)
-    for request in (
-        *(hello, *node_checks.REQUESTS, *on_node.REQUESTS),
-        *(*mirror_on_node.REQUESTS, *checkpoint_copies.REQUESTS),
-    )
+    for request in (hello, *node_checks.REQUESTS, *on_node.REQUESTS)
 }
+
+
+def _request(name: str) -> Callable[..., Any]:
+    if name not in REQUESTS:  # an agent that is asked for none of a plugin looks for none
+        REQUESTS.update({one.__name__: validate_call(one) for one in hooks.node_requests()})
+    return REQUESTS[name]
 
 
 def respond(line: str) -> dict[str, Any]:
@@ -40,7 +44,7 @@ def respond(line: str) -> dict[str, Any]:
     request = json.loads(line)
     response: dict[str, Any] = {"id": request["id"]}
     try:
-        value = REQUESTS[request["do"]](**request["with"])
+        value = _request(request["do"])(**request["with"])
         return response | {"value": to_jsonable_python(value)}
     except ForgeError as err:
         return response | {"error": err.what, "cause": err.cause, "fix": err.fix}

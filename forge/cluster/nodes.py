@@ -107,9 +107,10 @@ class NodePool:
     ) -> dict[str, T | NodeFailure]:
         """Value of the function on each host, in the placement's order, within `timeout_sec`.
 
-        request: one of forge.node_agent.REQUESTS. hosts: None for all. each: more arguments, by host.
-        again: whether a new agent is asked, in the same time again, where the agent was killed; False for
-        a request that leaves something in the agent. Several threads may ask, each of them other hosts.
+        request: one of forge.node_agent.REQUESTS, or of the hook `node_requests`. hosts: None for all.
+        each: more arguments, by host. again: whether a new agent is asked, in the same time again, where
+        the agent was killed; False for a request that leaves something in the agent. Several threads may
+        ask, each of them other hosts.
         """
         wanted = [host for host in self.placement.hosts if hosts is None or host in hosts]
         answers = self._ask(request, timeout_sec, wanted, each, arguments)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from forge.cluster import rendezvous, slurm
 from forge.cluster.container import Container, container_of
 from forge.cluster.modules import Modules, load_modules
-from forge.core import memory
+from forge.core import hooks, memory
 from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import EnvironmentSettings, Machine
@@ -105,6 +105,13 @@ def check_layout(
         if machine.stage.results == "first_node" and layout.nodes > 1:
             _refuse_other_start(config)
     check_source(machine, layout, config)
+    if machine.stage.results == "first_node" and not hooks.is_implemented("run_directories"):
+        raise ConfigError(
+            "stage.results is first_node, and no plugin is here that gives other nodes what they need",
+            cause="a folder below forge/plugins is missing",
+            fix="install all of Forge (docs/plugins lists its plugins), or remove stage.results and put"
+            " `results` where all nodes see it",
+        )
 
 
 def _refuse_other_start(config: Config) -> None:

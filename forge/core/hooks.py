@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import pluggy
 
 if TYPE_CHECKING:
     from forge.core.config import Config, ResolvedConfig
     from forge.core.errors import ForgeError
+    from forge.core.file_list import FileList
+    from forge.core.machine import Machine
     from forge.core.paths import RunPaths
     from forge.core.records import RunSettings
     from forge.core.section import Section
@@ -29,6 +31,26 @@ PROJECT = "forge"
 FOLDER = Path(__file__).parents[1] / "plugins"
 hook = pluggy.HookimplMarker(PROJECT)
 _specified = pluggy.HookspecMarker(PROJECT)
+_first = _specified(firstresult=True)  # asked until one plugin gives something else than None
+T = TypeVar("T")
+
+
+class RunDirectories(Protocol):
+    """Directories that stand for a run's on nodes that do not see it, during one launch."""
+
+    @property
+    def spec_path(self) -> Path:
+        """Path of the `LaunchSpec` on all nodes."""
+
+    @property
+    def lost(self) -> Mapping[str, str]:
+        """Nodes that cannot be reached any more, and why: the launch cannot go on."""
+
+    def finish(self) -> None:
+        """Wait, after the last rank has exited, until all that ranks wrote is in the run's directory."""
+
+
+BeginLaunch = Callable[[Any], AbstractContextManager[RunDirectories]]
 
 
 ExportStep = Callable[[Path, Any, str | None], None]
@@ -158,6 +180,29 @@ class Hooks:
         """Keys of the object that `forge status --json` prints, besides `runs`."""
         raise NotImplementedError
 
+    @_specified
+    def node_requests(self) -> Sequence[Callable[..., Any]]:
+        """Functions that the agent of a node runs, as those of `forge.node_agent`."""
+        raise NotImplementedError
+
+    @_first
+    def run_directories(
+        self,
+        paths: RunPaths,
+        machine: Machine,
+        placement: Any,
+        python: str,
+        checkpoint: FileList | None,
+    ) -> BeginLaunch | None:
+        """Prepare nodes that do not see the run's directory (`stage.results`) for a launch; a function of
+        its `LaunchSpec` that begins it there. None where all nodes see the directory.
+
+        placement: the `cluster.placement.Placement` of the ranks. python: of agents. checkpoint: to
+        resume from, which these nodes have when this returns. Both raise NodesFailed for nodes that fail,
+        ConfigError and SlurmSilent.
+        """
+        raise NotImplementedError
+
 
 @cache
 def _call() -> Any:
@@ -176,11 +221,16 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(path.parent.name for path in FOLDER.glob("*/hooks.py")))
 
 
+def is_implemented(name: str) -> bool:
+    """Whether a plugin that is here implements this hook."""
+    return bool(getattr(_call(), name).get_hookimpls())
+
+
 def _merged(found: list[Mapping[str, Any]]) -> dict[str, Any]:
     return {key: value for one in found for key, value in one.items()}
 
 
-def _listed(found: list[Sequence[Any]]) -> list[Any]:
+def _listed(found: list[Sequence[T]]) -> list[T]:
     return [value for one in found for value in one]
 
 
@@ -293,3 +343,23 @@ def status_lines() -> list[str]:
 def status_json() -> dict[str, Any]:
     """Keys that plugins add to the object of `forge status --json`."""
     return _merged(_call().status_json())
+
+
+def node_requests() -> list[Callable[..., Any]]:
+    """Functions of plugins that the agent of a node runs."""
+    return _listed(_call().node_requests())
+
+
+def run_directories(
+    paths: RunPaths,
+    machine: Machine,
+    placement: Any,
+    *,
+    python: str,
+    checkpoint: FileList | None,
+) -> BeginLaunch | None:
+    """What begins a launch on nodes that do not see the run's directory; None where all see it."""
+    begin: BeginLaunch | None = _call().run_directories(
+        paths=paths, machine=machine, placement=placement, python=python, checkpoint=checkpoint
+    )
+    return begin

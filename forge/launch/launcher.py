@@ -11,7 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -20,9 +20,11 @@ import psutil
 
 from forge.cluster import network, rendezvous, slurm
 from forge.cluster.placement import Placement, WorldLayout
-from forge.core import events
+from forge.core import events, hooks
 from forge.core.errors import Exit, ForgeError, UnfitError
+from forge.core.file_list import FileList
 from forge.core.files import read_object_or_empty, write_json
+from forge.core.hooks import BeginLaunch, RunDirectories
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, kernels_folder
 from forge.core.process import Process, hostname, stop_with_parent, user_threads
@@ -42,7 +44,6 @@ from forge.launch.rank_records import (
     reserve,
 )
 from forge.launch.stop_signal import SIGNAL_CAUSES
-from forge.plugins.mirror.mirror import Mirror, is_needed
 
 # Ranks of a killed command get this long to commit and exit before the next one starts.
 ORPHAN_WAIT_SEC = 30.0
@@ -83,19 +84,20 @@ def run_ranks(
     placement: Placement | None = None,
     python: str = sys.executable,
     deadline_sec: float | None = None,
-    checkpoint: str = "",
+    checkpoint: FileList | None = None,
 ) -> RankRecord:
     """Start the ranks, wait for them (at most `deadline_sec`), and return one record for all of them.
 
     placement: exactly layout.nodes hosts; None for this host. python: the interpreter of the ranks.
-    checkpoint: its copy on nodes that do not see the run's directory (`stage.results`), to resume from.
+    checkpoint: to resume from, for nodes that do not see the run's directory (`stage.results`).
     The outcome comes from the rank records, never from the exit status of the launch command: torchrun
     turns every code into 1. A rank without a record is `lost`. Raises SlurmSilent where Slurm itself is
-    the reason that no rank starts, and as `Mirror`.
+    the reason that no rank starts, and as `Hooks.run_directories`.
 
     In the directory of a run: with its lock held, and after `wait_for_orphans`.
     """
     placement = placement or Placement.here()
+    begin = hooks.run_directories(paths, machine, placement, python=python, checkpoint=checkpoint)
     job, master = placement.job, None
     if job or rendezvous.is_asked_for(machine.fabric):
         job_id = job.id if job else ""
@@ -109,7 +111,7 @@ def run_ranks(
         _record_launch(paths, spec, placement, step=task.step)
     try:
         stopped = _run_on_nodes(
-            spec, paths, placement, python=python, checkpoint=checkpoint, deadline_sec=deadline_sec
+            spec, paths, placement, python=python, begin=begin, deadline_sec=deadline_sec
         )
         records = [RankRecord.read(spec, rank) for rank in range(layout.world_size)]
         records = lost_ranks.with_hosts(records, placement.hosts, layout.ranks_per_node)
@@ -157,25 +159,24 @@ def _run_on_nodes(
     placement: Placement,
     *,
     python: str,
-    checkpoint: str,
+    begin: BeginLaunch | None,
     deadline_sec: float | None,
 ) -> list[int]:
     """Start the ranks and wait for their end, with the run's directory on nodes that do not see it; the
     stop signals that were received meanwhile."""
     machine = spec.machine
     log = paths.logs / f"{spec.log_prefix}.{machine.launcher}.log"
-    with ExitStack() as stack:
-        mirror = None
-        if is_needed(spec, placement):
-            mirror = stack.enter_context(Mirror(spec, paths, placement, python, checkpoint))
-        path = mirror.spec_path if mirror else spec.path
+    with begin(spec) if begin else nullcontext() as elsewhere:
+        path = elsewhere.spec_path if elsewhere else spec.path
         meeting = spec.master or (rendezvous.LOOPBACK, 0)
         command = launch_command(
             machine, spec.layout, placement, path, master=meeting, python=python
         )
-        stopped = _run(command, spec, log, machine.stop_grace_sec, deadline_sec, mirror=mirror)
-        if mirror:
-            mirror.finish()
+        stopped = _run(
+            command, spec, log, machine.stop_grace_sec, deadline_sec, elsewhere=elsewhere
+        )
+        if elsewhere:
+            elsewhere.finish()
     return stopped
 
 
@@ -235,7 +236,7 @@ def _run(
     grace_sec: float,
     deadline_sec: float | None,
     *,
-    mirror: Mirror | None = None,
+    elsewhere: RunDirectories | None = None,
 ) -> list[int]:
     """Run the launch command to its end; the stop signals that were received meanwhile.
 
@@ -247,7 +248,13 @@ def _run(
         while True:
             killed_at = time.monotonic() + deadline_sec if deadline_sec else None
             child, trouble = _run_once(
-                command, spec, log, stopped, mirror=mirror, grace_sec=grace_sec, killed_at=killed_at
+                command,
+                spec,
+                log,
+                stopped,
+                elsewhere=elsewhere,
+                grace_sec=grace_sec,
+                killed_at=killed_at,
             )
             if stopped or not patience.again(trouble):
                 break
@@ -265,7 +272,7 @@ def _run_once(
     log: Path,
     stopped: list[int],
     *,
-    mirror: Mirror | None = None,
+    elsewhere: RunDirectories | None = None,
     grace_sec: float,
     killed_at: float | None,
 ) -> tuple[subprocess.Popen[bytes], str]:
@@ -275,7 +282,7 @@ def _run_once(
     child = _start(command, log, _environment(spec))
     try:
         register(spec, "launcher", child.pid)
-        _watch(child, spec, stopped, grace_sec, killed_at, mirror=mirror)
+        _watch(child, spec, stopped, grace_sec, killed_at, elsewhere=elsewhere)
     except BaseException:  # the lock is released next: no rank may write after that
         _kill_all(spec, child)
         raise
@@ -295,7 +302,7 @@ def _watch(
     grace_sec: float,
     killed_at: float | None,
     *,
-    mirror: Mirror | None = None,
+    elsewhere: RunDirectories | None = None,
 ) -> None:
     """Until the launch command ends: show messages of rank 0, forward a stop, kill what hangs. Raises
     UnfitError where the run's directory is gone."""
@@ -313,7 +320,7 @@ def _watch(
                 looked = now
                 spec.check_run_is_there()
                 records.look()
-                lost = mirror is not None and bool(mirror.lost)
+                lost = elsewhere is not None and bool(elsewhere.lost)
                 failed = any(record.status in ("failed", "lost") for record in records.written)
                 if killed_at is None and (lost or failed):
                     killed_at = now + AFTER_FAILURE_SEC

@@ -23,7 +23,6 @@ from forge.data.lossy_tokenizer import check_tokenizer
 from forge.data.sources import digests_by_source, open_tokens
 from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.rank_records import RankRecord, TrainTask
-from forge.plugins.mirror.checkpoint_copies import send_checkpoint
 from forge.run.interruptions import known_at_launch
 from forge.run.step_time import step_seconds
 from forge.validation.checkpoint_checks import ForgeChecks
@@ -125,13 +124,11 @@ class ForgeTrainer(ForgeRun):
         return self
 
     def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
-        staged, copy = start.staged.folders, ""
+        staged, files = start.staged.folders, None
         if start.machine.stage.results == "first_node":
             checkpoint = resume.verified_here(self.paths)
             step = checkpoint.step if checkpoint else None
-            if checkpoint:
-                files = checkpoint.whole_list
-                copy = send_checkpoint(files, start.machine, placement, start.staged.interpreter)
+            files = checkpoint.whole_list if checkpoint else None
         task = TrainTask(
             step=self.first_step if step is None else step,
             started=time.time(),
@@ -151,7 +148,7 @@ class ForgeTrainer(ForgeRun):
             start.layout,
             placement=placement,
             python=start.staged.interpreter,
-            checkpoint=copy,
+            checkpoint=files,
         )
 
     def _threads(self) -> int | None:

@@ -29,7 +29,6 @@ from forge.launch.program_rank import (
     saved_file,
 )
 from forge.launch.rank_records import ProgramTask, RankRecord
-from forge.plugins.mirror.checkpoint_copies import send_checkpoint
 from forge.staging.stage import program_folders
 from forge.trainer.metrics import StepLog
 from forge.validation.program_checks import AllProgramChecks
@@ -111,10 +110,6 @@ class OtherProgram:
     def launch(self, start: LaunchPlan, placement: Placement, step: int | None) -> RankRecord:
         latest = None if step is None else self.checkpoints.latest()
         task = self._task(start, latest)
-        copy = ""
-        if latest:
-            python = start.staged.interpreter
-            copy = send_checkpoint(latest.file_list, start.machine, placement, python)
         sealer = self._sealer(start.staged, placement)
         machine = start.machine.model_copy(
             update={"stop_grace_sec": self.program.stop.grace_sec, "async_save": False}
@@ -134,7 +129,7 @@ class OtherProgram:
                 start.layout,
                 placement=placement,
                 python=start.staged.interpreter,
-                checkpoint=copy,
+                checkpoint=latest.file_list if latest else None,
             )
             orderly = record.all_exited_with_0
         finally:

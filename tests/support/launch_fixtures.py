@@ -1,4 +1,4 @@
-"""Fixture: a launch as its launcher has written it. For the conftest.py of a folder, which imports all."""
+"""Fixture: a launch as its launcher has written it. For the conftest.py of a folder, which imports it."""
 
 import pytest
 

@@ -107,6 +107,16 @@ def test_run_without_any_plugin_ends_validated(without: Without, project: Projec
     assert not project.path("report.html").exists()
 
 
+def test_results_that_other_nodes_do_not_see_are_refused_without_a_plugin_for_them(
+    without: Without, project: Project
+) -> None:
+    without(*hooks.names())
+    project.machine(stage={"project": "auto", "results": "first_node"})
+    code, output = project.snakemake("train")
+    assert code != 0 and "stage.results is first_node, and no plugin is here" in output, output
+    assert not project.path("config.json").exists()  # nothing was started
+
+
 def test_rules_of_plugins_may_be_left_out_by_a_users_snakefile(project: Project) -> None:
     rules = " ".join(f"{name}," for name in hooks.rules_on_nodes()).rstrip(",")
     (project.root / "workflow/Snakefile").write_text(

@@ -29,15 +29,12 @@ INCOMING = "checkpoint"  # in the job's directory on a node
 
 
 def send_checkpoint(files: FileList, machine: Machine, placement: Placement, python: str) -> str:
-    """Copy a checkpoint to every node of the placement but this one; the path of the copies, "" where
-    all nodes see the original.
+    """Copy a checkpoint to every node of the placement but this one; the path of the copies.
 
     files: all of it, by their paths below its directory. python: of the agents. Raises NodesFailed for
     nodes that cannot take it.
     """
     others = placement.without([hostname()])
-    if machine.stage.results != "first_node" or not others.hosts:
-        return ""
     assert placement.job
     sizes = {name: entry.size or 0 for name, entry in files.entries.items()}
     keys: dict[str, Any] = {

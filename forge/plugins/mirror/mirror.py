@@ -21,6 +21,7 @@ from forge.cluster.nodes import NodeFailure, NodePool, failed_on
 from forge.cluster.placement import Placement
 from forge.core.errors import ConfigError, Exit, ForgeError
 from forge.core.files import short_id
+from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
 from forge.core.program_settings import STEP, filled
@@ -37,9 +38,9 @@ END_SEC = 120.0  # for what is left to come after the last rank has exited
 TRAINER_PARTS = r"\.writing-step-[0-9]{8,}/__({ranks})_[0-9]+\.distcp"
 
 
-def is_needed(spec: LaunchSpec, placement: Placement) -> bool:
-    """Whether ranks of this launch run on nodes that do not see the directory of the run."""
-    return spec.machine.stage.results == "first_node" and bool(_others(placement).hosts)
+def is_needed(machine: Machine, placement: Placement) -> bool:
+    """Whether ranks of a launch run on nodes that do not see the directory of the run."""
+    return machine.stage.results == "first_node" and bool(_others(placement).hosts)
 
 
 def _others(placement: Placement) -> Placement:

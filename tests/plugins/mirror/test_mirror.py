@@ -11,9 +11,7 @@ import pytest
 from forge.cluster.nodes import NodeFailure
 from forge.cluster.placement import Placement
 from forge.core.errors import DataError
-from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
-from forge.core.process import hostname
 from forge.launch.launcher import verdict
 from forge.launch.rank_records import RankRecord
 from forge.plugins.mirror import mirror, mirror_on_node
@@ -377,12 +375,3 @@ def test_response_that_cannot_be_read_ends_the_connection(spec, node, home, text
     of_launch._follow(node)
     assert of_launch.lost["node02"].startswith("its answer cannot be read: ")
     assert not (home.root / name).exists()
-
-
-def test_only_launches_on_other_nodes_need_it(spec):
-    keys = {"stage.project": "auto", "stage.results": "first_node"}
-    spec = spec.model_copy(update={"machine": load_machine(None, keys)})
-    assert not mirror.is_needed(spec, Placement((hostname(),)))
-    assert mirror.is_needed(spec, Placement((hostname(), "node02")))
-    shared = spec.model_copy(update={"machine": load_machine(None)})
-    assert not mirror.is_needed(shared, Placement((hostname(), "node02")))

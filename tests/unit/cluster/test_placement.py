@@ -70,14 +70,11 @@ def test_results_on_the_first_node_are_refused_without_what_the_others_need(keys
         load_machine(None, {**LONE, **keys})
 
 
-def test_start_from_weights_that_other_nodes_do_not_get_is_refused():
-    config = Config(run="base", parent="other@5000", train={"batch_size": 8})
-    check_layout = placement.check_layout
-    with pytest.raises(
-        ConfigError, match=r"parent is other@5000, and stage\.results is first_node"
-    ):
-        check_layout(load_machine(None, LONE), WorldLayout(2, 2), config)
-    check_layout(load_machine(None, LONE), WorldLayout(1, 2), config)
+def test_results_on_the_first_node_are_refused_without_a_plugin_for_the_others(monkeypatch):
+    monkeypatch.setattr(placement.hooks, "is_implemented", lambda name: name != "run_directories")
+    machine, config = load_machine(None, LONE), Config(run="base", train={"batch_size": 8})
+    with pytest.raises(ConfigError, match=r"stage\.results is first_node, and no plugin is here"):
+        placement.check_layout(machine, WorldLayout(2, 2), config)
 
 
 @pytest.mark.parametrize("there", [[], ["scontrol"]])
