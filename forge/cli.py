@@ -8,6 +8,7 @@ import locale
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
         _in_utf8()
         sys.meta_path.insert(0, _BeforeCompiler())
     parser = _parser()
+    parser.refuse_other(sys.argv[1:] if arguments is None else arguments)
     options, rest = parser.parse_known_args(arguments)
     if rest and not options.takes_overrides:
         options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
@@ -145,16 +147,30 @@ def _with_value(argument: str) -> str:
 class _Parser(argparse.ArgumentParser):
     """Usage errors exit with 78; argparse's own 2 is not one of the documented exit codes."""
 
+    subcommands: Sequence[str] = ()
+
+    def refuse_other(self, words: Sequence[str]) -> None:
+        """Exit where no subcommand is named, with all of them, or where none has this name."""
+        name = next((word for word in words if not word.startswith("-")), "")
+        if not words:
+            self.print_help(sys.stderr)
+            self.exit(int(Exit.CONFIG))
+        if name and name not in self.subcommands:
+            import difflib
+
+            close = difflib.get_close_matches(name, self.subcommands, n=1)
+            meant = f" (did you mean {close[0]}?)" if close else ""
+            self.error(f"there is no subcommand {name!r:.80}{meant}; forge --help lists all")
+
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)
         self.exit(int(Exit.CONFIG), f"{self.prog}: {message}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> _Parser:
     parser = _Parser(
         prog="forge",
         description=forge.__doc__,
-        epilog=f"{OVERRIDES}\n\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -164,4 +180,9 @@ def _parser() -> argparse.ArgumentParser:
     for add in (add_data_steps, add_run_steps, add_project, add_views, add_exports):
         add(subcommands)
     hooks.add_subcommands(subcommands)
+    steps = (
+        f"Also, each called by a rule of the workflow: {', '.join(sorted(subcommands.of_rules))}."
+    )
+    parser.epilog = f"{steps}\n\n{OVERRIDES}\n\n{EXIT_CODES}"
+    parser.subcommands = list(subparsers.choices)
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from forge.commands.of_options import resolved_config_of
 from forge.commands.subcommands import Subcommands
@@ -11,20 +12,15 @@ from forge.core.errors import ConfigError
 
 def add_data_steps(subcommands: Subcommands) -> None:
     """Add the subcommands for data that several runs may share."""
-    subcommands.with_config("tokenizer", _tokenizer, "train, copy or download the tokenizer")
-    tokenize = subcommands.with_config(
-        "tokenize", _tokenize, "tokenize the corpus into shards of token ids"
-    )
+    add = partial(subcommands.with_config, of_rule=True)
+    add("tokenizer", _tokenizer, "train, copy or download the tokenizer")
+    tokenize = add("tokenize", _tokenize, "tokenize the corpus into shards of token ids")
     tokenize.add_argument(
         "--workers", type=int, metavar="N", help="processes (default and most: one per core)"
     )
-    subcommands.with_config("sources", _sources, "list the tokens of all sources, after tokenize")
-    subcommands.with_config(
-        "model", _model, "find or download the pretrained weights of model.init"
-    )
-    subcommands.with_config(
-        "inputs", _inputs, "download inputs from a hub, digest those of a program"
-    )
+    add("sources", _sources, "list the tokens of all sources, after tokenize")
+    add("model", _model, "find or download the pretrained weights of model.init")
+    add("inputs", _inputs, "download inputs from a hub, digest those of a program")
 
 
 def _cores(options: argparse.Namespace) -> int:

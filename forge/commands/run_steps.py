@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,9 @@ from forge.core import hooks
 
 def add_run_steps(subcommands: Subcommands) -> None:
     """Add the subcommands that work on one run."""
-    machine_options(
-        subcommands.with_config("stage", _stage, "copy shards or inputs to the nodes' local disks")
-    )
-    machine_options(
-        subcommands.with_config("preflight", _preflight, "check nodes and ranks before training")
-    )
+    add_step = partial(subcommands.with_config, of_rule=True)
+    machine_options(add_step("stage", _stage, "copy shards or inputs to the nodes' local disks"))
+    machine_options(add_step("preflight", _preflight, "check nodes and ranks before training"))
     train = subcommands.with_config(
         "train", _train, "train up to the goal, resuming from the last checkpoint"
     )
@@ -57,9 +55,7 @@ def add_run_steps(subcommands: Subcommands) -> None:
             "plan", _plan, "show the memory, checkpoints and time a run will need"
         )
     )
-    subcommands.with_config(
-        "config", _config, "write the run's config.json, with every default filled in"
-    )
+    add_step("config", _config, "write the run's config.json, with every default filled in")
 
 
 def _validate_options(parser: argparse.ArgumentParser) -> None:

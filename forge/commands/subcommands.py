@@ -22,6 +22,7 @@ class Subcommands:
 
     def __init__(self, subparsers: Any) -> None:
         self._subparsers = subparsers
+        self.of_rules: list[str] = []
 
     def plain(
         self,
@@ -30,10 +31,13 @@ class Subcommands:
         text: str,
         *,
         keys: bool = True,
+        of_rule: bool = False,
     ) -> Any:
-        """keys: whether config keys can be overridden with options."""
-        epilog = OVERRIDES if keys else None
-        added = self._subparsers.add_parser(name, help=text, description=text, epilog=epilog)
+        """keys: whether config keys can be overridden with options. of_rule: whether a rule calls it and
+        people seldom do: `forge --help` names it without its text."""
+        epilog, shown = OVERRIDES if keys else None, {} if of_rule else {"help": text}
+        added = self._subparsers.add_parser(name, description=text, epilog=epilog, **shown)
+        self.of_rules += [name] if of_rule else []
         added.allow_abbrev = False
         added.set_defaults(action=action, takes_overrides=keys, parser=added, log=None)
         return added
@@ -50,9 +54,10 @@ class Subcommands:
         text: str,
         *,
         keys: bool = True,
+        of_rule: bool = False,
     ) -> Any:
-        """With --log. keys: as for `plain`."""
-        added = self.plain(name, action, text, keys=keys)
+        """With --log. keys, of_rule: as for `plain`."""
+        added = self.plain(name, action, text, keys=keys, of_rule=of_rule)
         added.add_argument("--log", metavar="FILE", help="also append all messages to FILE")
         return added
 
@@ -62,9 +67,11 @@ class Subcommands:
         action: Callable[[argparse.Namespace], None],
         text: str,
         what: str = "config.yaml, or a run's config.json",
+        *,
+        of_rule: bool = False,
     ) -> Any:
-        """With --log and a config. what: that its argument names."""
-        added = self.logged(name, action, text)
+        """With --log and a config. what: that its argument names. of_rule: as for `plain`."""
+        added = self.logged(name, action, text, of_rule=of_rule)
         added.add_argument("config", metavar="CONFIG", help=what)
         return added
 

@@ -154,13 +154,14 @@ def test_subcommand_that_succeeds_gives_0(config, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["trian", "x"], "invalid choice: 'trian'.*tokenizer.*tokenize.*train"),
-        ([], "required: SUBCOMMAND"),
+        (["trian", "x"], r"no subcommand 'trian' \(did you mean train\?\)"),
         (["train"], "required: CONFIG"),
         (["train", "x", "--nodes=two"], "invalid int value: 'two'"),
         (["status", "--bogus=1"], "unrecognized arguments: --bogus=1"),
         (["logs", "x", "--train.seed=1"], "unrecognized arguments: --train.seed=1"),
         (["show", "--rnak=1"], "unrecognized arguments: --rnak=1"),
+        (["stauts"], r"no subcommand 'stauts' \(did you mean status\?\); forge --help lists all"),
+        ([], "status +show the current state of each run"),
     ],
 )
 def test_bad_command_line_is_refused_with_the_choices(capsys, arguments, message):
@@ -170,6 +171,17 @@ def test_bad_command_line_is_refused_with_the_choices(capsys, arguments, message
     said = capsys.readouterr().err
     assert said.startswith("usage: forge ")
     assert re.search(message, said)
+
+
+def test_first_page_of_help_names_what_only_rules_call_without_its_text(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert re.search(r"^    train +train up to the goal", said, re.MULTILINE)
+    assert "stage, tokenize, tokenizer." in said and "tokenize the corpus" not in said
+    with pytest.raises(SystemExit):
+        main(["tokenize", "--help"])
+    assert "tokenize the corpus into shards" in capsys.readouterr().out
 
 
 def test_config_that_does_not_exist_is_a_bad_config(tmp_path, capsys):
