@@ -110,7 +110,7 @@ def _prepare(spec: LaunchSpec, rank: Rank) -> None:
         if not setting.won:
             of_machine = setting.name in spec.variables
             where = "environment.variables" if of_machine else "your exported"
-            terminal.say(f"keeping {where} {setting.name}={setting.value}")
+            terminal.say(f"keeping {where} {setting.name}={setting.value} {setting.reason}")
 
 
 def _flight_recorder(spec: LaunchSpec) -> network.Setting:

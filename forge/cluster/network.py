@@ -36,7 +36,9 @@ class Setting:
     name: str
     value: str
     reason: str
-    won: bool = True  # False: the user's exported value is kept
+    won: bool = (
+        True  # False: the user's exported value is kept, and the reason says instead of which
+    )
 
 
 def apply(settings: list[Setting], *, user_threads: str | None) -> list[Setting]:
@@ -57,7 +59,9 @@ def apply(settings: list[Setting], *, user_threads: str | None) -> list[Setting]
     outcome = []
     for setting in settings:
         value = os.environ.setdefault(setting.name, setting.value)
-        outcome.append(Setting(setting.name, value, setting.reason, value == setting.value))
+        won = value == setting.value
+        reason = setting.reason if won else f"in place of {setting.value} ({setting.reason})"
+        outcome.append(Setting(setting.name, value, reason, won))
     return outcome
 
 

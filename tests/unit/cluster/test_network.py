@@ -227,7 +227,7 @@ def test_what_the_user_exported_wins_and_is_reported(monkeypatch):
     monkeypatch.delenv("NCCL_DEBUG", raising=False)
     wanted = [Setting("NCCL_IB_DISABLE", "1", "a"), Setting("NCCL_DEBUG", "INFO", "b")]
     assert network.apply(wanted, user_threads=None) == [
-        Setting("NCCL_IB_DISABLE", "0", "a", won=False),
+        Setting("NCCL_IB_DISABLE", "0", "in place of 1 (a)", won=False),
         Setting("NCCL_DEBUG", "INFO", "b", won=True),
     ]
     assert (os.environ["NCCL_IB_DISABLE"], os.environ["NCCL_DEBUG"]) == ("0", "INFO")
