@@ -275,11 +275,13 @@ def nodes_to_avoid(request: Request, trained: Collection[str]) -> list[str]:
 
 
 def check_folders(folders: Iterable[Path], say: Callable[[str], None]) -> None:
-    """Warn about directories that other nodes probably do not see: no error, this may be a node.
+    """Warn about directories that other nodes probably do not see: no error, this may be a node. One line
+    for a directory and those below it.
 
     Raises ConfigError for a name that would not reach the job: the executor plugin passes the job's
     command to sbatch in double quotes (--wrap), where the shell replaces some characters.
     """
+    told: list[Path] = []
     for folder in dict.fromkeys(folder.resolve() for folder in folders):
         if special := sorted({*"$`\\"} & {*str(folder)}):
             raise ConfigError(
@@ -287,7 +289,8 @@ def check_folders(folders: Iterable[Path], say: Callable[[str], None]) -> None:
                 f" the shell replaces {' and '.join(special)} in it",
                 fix="rename the directory; blanks, quotes and semicolons do no harm",
             )
-        if storage := _local_storage(folder):
+        if (storage := _local_storage(folder)) and not any(map(folder.is_relative_to, told)):
+            told.append(folder)
             say(
                 f"{folder} is on {storage} of this machine: other machines do not see it, and a job"
                 " there ends without a log. Move it to shared storage"

@@ -64,7 +64,8 @@ def status(runs: Sequence[RunPaths], *, watch: bool = False, as_json: bool = Fal
     for line in hooks.status_lines():
         print_plain(line)
     if not rows:
-        say(f"no runs in {results_folder()}/ yet: train one with make train, or name their folders")
+        folder = results_folder().absolute()
+        say(f"no runs in {folder} yet: train one with make train, or name their directories")
     else:
         _table(rows).print()
     if note:

@@ -275,7 +275,7 @@ def test_limits_that_cannot_be_read_refuse_nothing(answers, monkeypatch):
 @pytest.mark.parametrize("folder", ["/tmp/project/results", "/dev/shm/project"])
 def test_folder_in_memory_is_reported(folder):
     lines = []
-    submission.check_folders([Path(folder), Path(folder)], lines.append)
+    submission.check_folders([Path(folder), Path(folder), Path(folder) / "data"], lines.append)
     assert len(lines) == 1
     assert re.match(
         rf"{folder} is on (the /tmp|a tmpfs) of this machine: other machines do not see", lines[0]

@@ -234,7 +234,7 @@ def test_scripts_get_json(project, run, capsys):
 def test_a_project_without_runs_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["status"]) == 0
-    assert "no runs in results/ yet" in capsys.readouterr().err
+    assert f"no runs in {tmp_path}/results yet" in capsys.readouterr().err
 
 
 def test_watching_needs_a_terminal(project, capsys):
