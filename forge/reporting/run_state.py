@@ -421,10 +421,15 @@ def _by_event(files: RunFiles) -> _Judgement:
 
 def _not_trained(files: RunFiles, reason: str) -> _Judgement:
     parent = _from_parent(files)
-    if (held := files.snakemake) and not parent:
+    if held := files.snakemake:
         who = f"its command (pid {held.pid} on {held.host})"
-        return _Judgement("running", f"{reason}: {who} makes what it needs")
+        if parent.endswith(_NOT_ENDED):
+            return _Judgement("waiting", f"{reason}{parent}: {who} starts it then")
+        return _Judgement("running", f"{reason}{parent}: {who} makes what it needs")
     return _Judgement("not started", f"{reason}{parent}", _first(files, "run the target train"))
+
+
+_NOT_ENDED = " has not ended"
 
 
 def _from_parent(files: RunFiles) -> str:
@@ -434,7 +439,7 @@ def _from_parent(files: RunFiles) -> str:
         return ""
     name = parent.partition("@")[0]
     ended = RunPaths(files.paths.root.parent / name).trained.exists()
-    return f", it starts from {parent}" + ("" if ended else f", and {name} has not ended")
+    return f", it starts from {parent}" + ("" if ended else f", and {name}{_NOT_ENDED}")
 
 
 def _first(files: RunFiles, following: str) -> str:

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import time
+from contextlib import contextmanager
 
 import pytest
 from support import happenings
@@ -88,20 +89,38 @@ def test_logs_of_data_are_those_of_the_runs_own_project(tmp_path, monkeypatch):
     assert judged(own, ()).log == tmp_path / f"own/data/logs/tokenize-{'d' * 12}.log"
 
 
+@contextmanager
+def living_command(run):
+    """A process that holds the lock of a workflow command; its id."""
+    with subprocess.Popen(["sleep", "60"]) as command:
+        try:
+            process = Process.of(command.pid)
+            facts = {"cluster": None, "command": "snakemake", "restart": 0}
+            Lock(**process.to_json(), **facts).write(run.paths.root / WORKFLOW_LOCK)
+            yield command.pid
+        finally:
+            command.kill()
+
+
 def test_run_whose_living_command_makes_what_it_needs_is_running(run):
     assert judged(run, ()).state == "not started"
-    command = subprocess.Popen(["sleep", "60"])
-    try:
-        process = Process.of(command.pid)
-        facts = {"cluster": None, "command": "snakemake", "restart": 0}
-        Lock(**process.to_json(), **facts).write(run.paths.root / WORKFLOW_LOCK)
+    with living_command(run) as pid:
         found = judged(run, ())
-        assert found.state == "running" and f"pid {command.pid} on" in found.reason
+        assert found.state == "running" and f"pid {pid} on" in found.reason
         assert found.next == ""
-    finally:
-        command.kill()
-        command.wait()
     assert judged(run, ()).state == "not started"
+
+
+def test_run_whose_living_command_waits_for_its_parent_waits_and_nobody_is_needed(run):
+    child = new_run(run.paths.root.with_name("child"))
+    write_json(child.paths.config, {"parent": "base@20"})
+    assert judged(child, ()).next == "run the target train"
+    with living_command(child) as pid:
+        found = judged(child, ())
+        assert (found.state, found.next) == ("waiting", "")
+        assert f"base has not ended: its command (pid {pid} on" in found.reason
+        run.complete(20)
+        assert judged(child, ()).state == "running"
 
 
 @pytest.fixture(params=KINDS)
