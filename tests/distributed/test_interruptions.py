@@ -30,6 +30,7 @@ from support.live_run import (
 from forge.checkpoint import resume
 from forge.core import events
 from forge.core.files import read_object_or_empty
+from forge.core.process import hostname
 
 ENDLESS = ("--train.max_steps=1000000", "--train.decay_steps=1000000", "--train.log_every=1")
 
@@ -278,10 +279,10 @@ def test_checkpoints_are_due_by_the_clock_as_well(runs):
 
 
 def interrupted_every(seconds, log):
-    """An event log of 40 launches today, each of which lost a rank."""
-    for number in reversed(range(1, 41)):
+    """An event log of 800 launches here today, each of which lost a rank."""
+    for number in reversed(range(1, 801)):
         began = time.time() - 2 * number * seconds
-        for event, at in ((happenings.launch(), 0), (happenings.lost(), seconds)):
+        for event, at in ((happenings.launch(host=hostname()), 0), (happenings.lost(), seconds)):
             events.record(log, event.model_copy(update={"time": began + at}))
 
 
@@ -302,7 +303,7 @@ def test_automatic_interval_is_shorter_where_runs_are_interrupted(runs, tmp_path
     assert [started.end().code for started in both] == [75, 75]
     often, rarely = (run.events("forecast")[-1]["interval"] for run in (stormy, calm))
     assert often < rarely / 5
-    assert "0 of 40 with time for a save" in stormy.events("forecast")[-1]["basis"]
+    assert "0 of 800 with time for a save" in stormy.events("forecast")[-1]["basis"]
     losses, others = dict(calm.losses()), dict(stormy.losses())
     common = losses.keys() & others.keys()
     assert max(common) > saved_at

@@ -19,6 +19,7 @@ from support.live_run import TWO_RANKS, Run, forge
 from support.processes import Outcome
 from support.statements import make_consistent
 
+import forge as forge_package
 from forge import __version__ as forge_version
 from forge.attestation import verify
 from forge.checkpoint.directory import Checkpoint
@@ -276,7 +277,7 @@ def test_certificate_that_was_signed_before_it_was_changed_is_refused(certified,
 
 
 def test_code_of_a_checkout_trains_and_is_named(launched, project, honest, exported, capsys):
-    then = shutil.copytree(Path(retrain.__file__).parents[1], project / "then/forge")
+    then = shutil.copytree(Path(forge_package.__file__).parent, project / "then/forge")
     text = (then / "__init__.py").read_text()
     (then / "__init__.py").write_text(text.replace(forge_version, "0.0.7"))
     more = (f"--checkpoints={honest.folder}", "--intervals=1", "--code=then")
