@@ -51,14 +51,12 @@ class RunDirectories(Protocol):
 
 
 BeginLaunch = Callable[[Any], AbstractContextManager[RunDirectories]]
-
-
 ExportStep = Callable[[Path, Any, str | None], None]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a run whatever its state is: a line for people, and what a person has to do."""
+    """Fault of a run, whatever its state is: a line for people, and the command that helps."""
 
     text: str
     next: str = ""
@@ -104,7 +102,7 @@ class Hooks:
 
     @_specified
     def findings(self, paths: RunPaths) -> Sequence[Finding]:
-        """What is wrong with a run whatever its state is, part of the reason that people read. Raises
+        """Faults of a run whatever its state is, part of the reason that people read. Raises
         DataError for a record that cannot be read: the state of the run is unknown then."""
         raise NotImplementedError
 
@@ -251,7 +249,7 @@ def check_run(config: Config, where: str, *, trains: bool = False) -> None:
 
 
 def run_files() -> list[str]:
-    """Names of what plugins have in the directory of a run."""
+    """Names of files and directories that plugins have in that of a run."""
     return _listed(_call().run_files())
 
 
@@ -266,13 +264,13 @@ def add_options(subcommand: str, parser: Any) -> None:
 
 
 def export_steps(options: Any) -> list[ExportStep]:
-    """Functions that plugins call with an export that was written. Raises ForgeError for options that one
-    refuses."""
+    """Functions of plugins, to be called with an export that was written. Raises ForgeError for options
+    that one refuses."""
     return list(_call().export_step(options=options))
 
 
 def findings(paths: RunPaths) -> list[Finding]:
-    """What plugins find wrong with a run. Raises DataError."""
+    """Faults of a run that plugins find. Raises DataError."""
     return _listed(_call().findings(paths=paths))
 
 
@@ -358,7 +356,7 @@ def run_directories(
     python: str,
     checkpoint: FileList | None,
 ) -> BeginLaunch | None:
-    """What begins a launch on nodes that do not see the run's directory; None where all see it."""
+    """Function that begins a launch on nodes that do not see the run; None where all see it."""
     begin: BeginLaunch | None = _call().run_directories(
         paths=paths, machine=machine, placement=placement, python=python, checkpoint=checkpoint
     )
