@@ -1,20 +1,23 @@
-"""The sample sheet: one row per run; columns override config keys by dotted name."""
+"""The sample sheet: one row per run, or per grid of runs; columns override config keys by dotted name."""
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from forge.core.config import RUN_NAME, Config, apply_overrides, checked
 from forge.core.errors import ConfigError
-from forge.core.values import read_cell, read_text, shown
+from forge.core.values import as_cell, read_cell, read_text, shown
 
 # Columns that are not config keys, since they change nothing of what is trained: as in the profile.
 LAYOUT = ("nodes", "tasks_per_node")
 COLUMN = r"[A-Za-z_][\w.]*"  # as the dotted names on the command line
+GRID = "grid:"  # before the name of a column whose cells have several values
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class SheetRow:
 
 
 def read_rows(path: str | Path) -> list[SheetRow]:
-    """The rows of the sheet, in order.
+    """The rows of the sheet, in order; for a row with cells in columns of a grid, one for each of their
+    combinations, the last column changing first.
 
     Raises ConfigError that names line, column and value. Nothing is guessed: a cell in the wrong column
     would train another model.
@@ -41,15 +45,15 @@ def read_rows(path: str | Path) -> list[SheetRow]:
     seen: dict[str, int] = {}
     read = []
     for line, cells in rows:
-        row = _row(f"{path}, line {line}", line, columns, cells)
-        if row.run in seen:
-            raise ConfigError(
-                f"{path}, line {line}, column run: duplicate run name {row.run!r}, already used on"
-                f" line {seen[row.run]}",
-                fix="give each run a name of its own",
-            )
-        seen[row.run] = line
-        read.append(row)
+        for row in _rows(f"{path}, line {line}", line, columns, cells):
+            if row.run in seen:
+                raise ConfigError(
+                    f"{path}, line {line}, column run: duplicate run name {row.run!r}, already used on"
+                    f" line {seen[row.run]}",
+                    fix="give each run a name of its own, and each value of a grid once",
+                )
+            seen[row.run] = line
+            read.append(row)
     if not read:
         raise ConfigError(f"sample sheet {path} has no rows", fix="add one row for each run")
     return read
@@ -66,9 +70,10 @@ def _lines(path: str | Path) -> list[tuple[int, list[str]]]:
     ]
 
 
-def _columns(path: str | Path, line: int, cells: list[str]) -> list[str]:
-    """The names in the header."""
-    columns = [cell.strip() for cell in cells]
+def _columns(path: str | Path, line: int, cells: list[str]) -> dict[str, bool]:
+    """The names in the header, and whether each is marked as a grid."""
+    heads = [cell.strip() for cell in cells]
+    columns = [head.removeprefix(GRID).strip() for head in heads]
     where = f"{path}, line {line}"
     if "run" not in columns:
         raise ConfigError(
@@ -94,10 +99,17 @@ def _columns(path: str | Path, line: int, cells: list[str]) -> list[str]:
                 f"{where}: columns {columns.index(column) + 1} and {number} are both {column}",
                 fix="remove one of them",
             )
-    return columns
+    marked = {column: head.startswith(GRID) for column, head in zip(columns, heads, strict=True)}
+    if marked["run"]:
+        raise ConfigError(
+            f"{where}: the column run cannot be a grid",
+            fix=f"write {GRID} before the keys that have several values; each run's name is made of them",
+        )
+    return marked
 
 
-def _row(where: str, line: int, columns: list[str], cells: list[str]) -> SheetRow:
+def _rows(where: str, line: int, columns: dict[str, bool], cells: list[str]) -> Iterator[SheetRow]:
+    """The runs of one line of the sheet."""
     cells = [cell.strip() for cell in cells]
     if len(cells) != len(columns):
         raise ConfigError(
@@ -108,11 +120,51 @@ def _row(where: str, line: int, columns: list[str], cells: list[str]) -> SheetRo
             else "",
             fix="separate the cells by single tabs, one cell for each column; a cell may be empty",
         )
-    values = dict(zip(columns, cells, strict=True))
+    named = dict(zip(columns, cells, strict=True))
+    grid = {
+        column: _grid_values(f"{where}, column {column}", named[column])
+        for column, several in columns.items()
+        if several and named[column]
+    }
+    for chosen in itertools.product(*grid.values()):
+        values = dict(zip(grid, chosen, strict=True))
+        run = "-".join([named["run"], *(_in_name(c, v, grid) for c, v in values.items())])
+        # As text: the cells of a grid are read as those of other columns.
+        texts = {column: as_cell(value) for column, value in values.items()}
+        yield _row(where, line, {**named, "run": run, **texts})
+
+
+def _grid_values(where: str, cell: str) -> list[Any]:
+    """The values in a cell of a grid, separated by commas."""
+    values = read_cell(f"[{cell}]")
+    if not isinstance(values, list):
+        raise ConfigError(
+            f"{where}: {shown(cell)} is not a list of values",
+            fix="separate the values by commas: 1e-3, 3e-4",
+        )
+    return values
+
+
+def _in_name(column: str, value: Any, grid: Iterable[str]) -> str:
+    """The part of a run's name that says its value in this column: `lr3e-4`. A name has no dots, so that
+    0.00015 is `15e-5`."""
+    short = column.rpartition(".")[2]
+    if [other.rpartition(".")[2] for other in grid].count(short) > 1:
+        short = column.replace(".", "_")
+    if isinstance(value, float):
+        _, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
+        text = "-" * (value < 0) + "".join(map(str, digits)) + (f"e{exponent}" if exponent else "")
+    else:
+        text = re.sub("[^A-Za-z0-9_-]+", "_", as_cell(value)).strip("_")
+    return short + text
+
+
+def _row(where: str, line: int, values: dict[str, str]) -> SheetRow:
     name = values.pop("run")
     if not re.fullmatch(RUN_NAME, name):
         raise ConfigError(
             f"{where}, column run: {name!r} cannot name a run",
+            cause=f"it has {len(name)} characters" if len(name) > 64 else "",
             fix="use letters, digits, - and _, at most 64, beginning with a letter or digit",
         )
     layout = {

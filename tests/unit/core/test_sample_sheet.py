@@ -156,3 +156,75 @@ def test_nodes_and_ranks_are_no_config_keys(sheet):
 def test_number_of_nodes_that_is_none_is_named(sheet, cell):
     with pytest.raises(ConfigError, match=rf"line 2, column nodes: value '{cell}' is not a number"):
         read_rows(sheet(f"run\tnodes\na\t{cell}\n"))
+
+
+# --- grids ------------------------------------------------------------------------------------------
+
+
+def test_row_of_a_grid_is_every_combination_named_by_its_values(sheet):
+    path = sheet(
+        "run\tgrid:train.lr\tgrid:train.seed\tmodel.dim\nbase\t1e-3, 0.00015\t0,1\t64\nalone\t\t7\t\n"
+    )
+    assert {row.run: row.overrides for row in read_rows(path)} == {
+        "base-lr1e-3-seed0": {"train.lr": 1e-3, "train.seed": 0, "model.dim": 64},
+        "base-lr1e-3-seed1": {"train.lr": 1e-3, "train.seed": 1, "model.dim": 64},
+        "base-lr15e-5-seed0": {"train.lr": 1.5e-4, "train.seed": 0, "model.dim": 64},
+        "base-lr15e-5-seed1": {"train.lr": 1.5e-4, "train.seed": 1, "model.dim": 64},
+        "alone-seed7": {"train.seed": 7},
+    }
+    assert [config.train.lr for config in run_configs({}, path).values()][::2] == [
+        1e-3,
+        1.5e-4,
+        3e-3,
+    ]
+
+
+def test_further_value_of_a_grid_renames_no_run(sheet):
+    before = [row.run for row in read_rows(sheet("run\tgrid:train.seed\na\t0\n"))]
+    after = [row.run for row in read_rows(sheet("run\tgrid:train.seed\na\t0,1\n"))]
+    assert before == ["a-seed0"] == after[:1]
+
+
+def test_layout_lists_and_words_may_be_a_grid(sheet):
+    path = sheet(
+        "run\tgrid:nodes\tgrid:train.betas\tgrid:train.schedule\na\t1,2\t[0.9, 0.95]\twsd\n"
+    )
+    rows = [(row.run, row.layout, row.overrides) for row in read_rows(path)]
+    values = {"train.betas": [0.9, 0.95], "train.schedule": "wsd"}
+    assert rows == [
+        ("a-nodes1-betas0_9_0_95-schedulewsd", {"nodes": 1}, values),
+        ("a-nodes2-betas0_9_0_95-schedulewsd", {"nodes": 2}, values),
+    ]
+
+
+def test_columns_of_equal_last_words_are_told_apart_in_names(sheet):
+    path = sheet("run\tgrid:train.seed\tgrid:data.seed\na\t1\t2\n")
+    assert [row.run for row in read_rows(path)] == ["a-train_seed1-data_seed2"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "run\tgrid:train.seed\na\t0,,1\n",
+            r"line 2, column train\.seed: '0,,1' is not a list of values",
+        ),
+        ("run\tgrid:train.seed\na\t1],[2\n", r"'1\],\[2' is not a list of values"),
+        ("run\tgrid:train.seed\na\t0,1,0\n", "duplicate run name 'a-seed0'"),
+        ("grid:run\na,b\n", "the column run cannot be a grid"),
+        ("run\tgrid:train.seed\ttrain.seed\na\t0\t1\n", "columns 2 and 3 are both train.seed"),
+        ("run\tgrid:nodes\na\t1,many\n", "column nodes: value 'many' is not a number"),
+        (f"run\tgrid:train.seed\n{'a' * 60}\t0\n", "cannot name a run\n.*it has 66 characters"),
+    ],
+)
+def test_bad_grid_is_refused(sheet, text, message):
+    with pytest.raises(ConfigError, match=message):
+        read_rows(sheet(text))
+
+
+def test_bad_value_of_a_grid_names_its_run_and_column(sheet):
+    path = sheet("run\tgrid:train.lr\na\t1e-3,fast\n")
+    with pytest.raises(
+        ConfigError, match=r"line 2 \(run a-lrfast\), column train\.lr: value 'fast'"
+    ):
+        run_configs({}, path)
