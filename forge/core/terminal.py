@@ -184,6 +184,8 @@ class Table:
     """Heads of the right-aligned columns."""
     wrapped: Sequence[str] = ()
     """Heads of the columns that wrap on a narrow terminal."""
+    left_out: bool = False
+    """Columns that do not fit are named below the table, instead of standing below each row."""
     rows: list[tuple[Sequence[str], Mapping[str, str]]] = field(default_factory=list)
     """The cells of each row, and styles of rich for some of them, by head."""
 
@@ -208,18 +210,23 @@ class Table:
         return Text("\n", no_wrap=True).join(lines)
 
     def _lines(self, width: int | None = None) -> Iterator[list[_Piece]]:
-        """Columns that do not fit into the width are below their row, each with its head."""
+        """Columns that do not fit into the width are below their row, each with its head, or left out."""
         widths = self._widths(width)
         yield from self._row(dict(zip(self.heads, self.heads, strict=True)), _ALL_DIM, widths)
         for cells, styles in self.rows:
             named = dict(zip(self.heads, cells, strict=True))
             yield from self._row(named, styles, widths)
+            if self.left_out:
+                continue
             below = {head: cell for head, cell in named.items() if cell and head not in widths}
             short = "  ".join(f"{h}: {c}" for h, c in below.items() if h not in self.wrapped)
             long = [f"{head}: {cell}" for head, cell in below.items() if head in self.wrapped]
             for text in filter(None, (short, *long)):
                 for line in _wrap(text, (width or 0) - _INDENT):
                     yield [(" " * _INDENT + line, "")]
+        if self.left_out and (names := [head for head in self.heads if head not in widths]):
+            for line in _wrap(f"not shown at this width: {', '.join(names)}", width or 0):
+                yield [(line, "dim")]
 
     def _widths(self, width: int | None) -> dict[str, int]:
         """The width of each column that stands in the lines of rows."""

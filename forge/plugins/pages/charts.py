@@ -62,21 +62,21 @@ def loss_chart(history: Curves) -> str:
     the surviving lines of metrics.jsonl."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": "loss"}):
         figure, axes = _axes("loss (nats per token)", history)
-        _line(axes, history.train, "loss", TRAIN, "training batch", lw=1.2, alpha=0.75)
-        _line(axes, history.evals, "loss", EVAL, "validation", lw=2, marker="o", ms=4)
+        line(axes, history.train, "loss", TRAIN, "training batch", lw=1.2, alpha=0.75)
+        line(axes, history.evals, "loss", EVAL, "validation", lw=2, marker="o", ms=4)
         axes.legend(loc="upper right")
-        return _svg(figure, "loss")
+        return svg(figure, "loss")
 
 
 def family_chart(family: Sequence[TreeRun]) -> str:
     """Validation loss over steps of runs that start from each other; each line begins at its parent's
     point. What comes before the first branch may lie above the figure."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": "family"}):
-        figure, axes = _empty_axes("validation loss")
+        figure, axes = empty_axes("validation loss")
         lines = {member.run: _from_parent(member, family) for member in family}
         for number, (name, frame) in enumerate(lines.items()):
             label = name if number < MOST_NAMED else None
-            _line(axes, frame, "loss", label=label, **_style_of(number))
+            line(axes, frame, "loss", label=label, **_style_of(number))
         # Where the lines of the children begin: at the parent's last loss before the start.
         children = [lines[member.run]["step"] for member in family if member.start]
         first = min((steps.min() for steps in children if len(steps)), default=0)
@@ -87,7 +87,7 @@ def family_chart(family: Sequence[TreeRun]) -> str:
             margin = 0.08 * (high - low) or 0.1
             axes.set_ylim(low - margin, high + margin)
         axes.legend(loc="upper right")
-        return _svg(figure, "family")
+        return svg(figure, "family")
 
 
 def _from_parent(member: TreeRun, family: Sequence[TreeRun]) -> pd.DataFrame:
@@ -104,9 +104,9 @@ def source_chart(history: Curves) -> str:
     with mpl.rc_context({**STYLE, "svg.hashsalt": "sources"}):
         figure, axes = _axes("validation loss", history)
         for number, (name, frame) in enumerate(history.source_evals.items()):
-            _line(axes, frame, "loss", label=name, **_style_of(number))
+            line(axes, frame, "loss", label=name, **_style_of(number))
         axes.legend(loc="upper right")
-        return _svg(figure, "sources")
+        return svg(figure, "sources")
 
 
 def _style_of(number: int) -> dict[str, Any]:
@@ -120,11 +120,11 @@ def throughput_chart(history: Curves) -> str:
     """Tokens per second over all ranks against steps, from zero, restarts as dashed lines."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": "throughput"}):
         figure, axes = _axes("tokens per second", history)
-        _line(axes, history.train, "tokens_per_sec", TRAIN, "all ranks", lw=1.2)
+        line(axes, history.train, "tokens_per_sec", TRAIN, "all ranks", lw=1.2)
         axes.set_ylim(0, 1.1 * history.train["tokens_per_sec"].max())
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
         axes.legend(loc="lower right")
-        return _svg(figure, "throughput")
+        return svg(figure, "throughput")
 
 
 def load_chart(curve: LoadCurve, name: str) -> str:
@@ -133,17 +133,17 @@ def load_chart(curve: LoadCurve, name: str) -> str:
     hours = points["hours"]
     unit, at = ("hours", hours) if hours.max() >= 2 else ("minutes", 60 * hours)
     with mpl.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure, axes = _empty_axes(curve.unit)
+        figure, axes = empty_axes(curve.unit)
         axes.set_xlabel(f"{unit} since the first line")
         axes.fill_between(at, points["min"], points["max"], color=TRAIN, alpha=0.2, lw=0)
         axes.plot(
             at, points["median"], color=TRAIN, lw=1.4, marker="o" if len(at) < 3 else "", ms=4
         )
         axes.set_ylim(bottom=0)
-        return _svg(figure, name)
+        return svg(figure, name)
 
 
-def _empty_axes(ylabel: str) -> tuple[Figure, Axes]:
+def empty_axes(ylabel: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=SIZE_INCHES, layout="constrained")
     axes = figure.add_subplot()
     axes.set(xlabel="step", ylabel=ylabel)
@@ -154,7 +154,7 @@ def _empty_axes(ylabel: str) -> tuple[Figure, Axes]:
 
 
 def _axes(ylabel: str, history: Curves) -> tuple[Figure, Axes]:
-    figure, axes = _empty_axes(ylabel)
+    figure, axes = empty_axes(ylabel)
     last = max(frame["step"].max() for frame in (history.train, history.evals) if len(frame))
     axes.set_xlim(-0.02 * last, max(1.03 * last, 1))  # both charts alike, also for a single point
     for number, restart in enumerate(history.restarts):
@@ -163,7 +163,7 @@ def _axes(ylabel: str, history: Curves) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _line(
+def line(
     axes: Axes, frame: pd.DataFrame, column: str, color: str, label: str | None, **style: Any
 ) -> None:
     points = frame.dropna(subset=[column])
@@ -173,7 +173,7 @@ def _line(
         axes.plot(points["step"], points[column], color=color, label=label, **style)
 
 
-def _svg(figure: Figure, name: str) -> str:
+def svg(figure: Figure, name: str) -> str:
     """The figure as an <svg> element for the page `name`d figure: same data, same bytes.
 
     Ids get a prefix, because all figures share the page's name space.
@@ -181,14 +181,14 @@ def _svg(figure: Figure, name: str) -> str:
     out = io.StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
     figure.savefig(out, format="svg", transparent=True, metadata=nothing)
-    svg = out.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r' (xmlns(:\w+)?|width|height|version)="[^"]*"', "", svg, count=5)
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", svg)
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r' (xmlns(:\w+)?|width|height|version)="[^"]*"', "", text, count=5)
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
     for placeholder, paint in PAINT.items():
-        svg = svg.replace(placeholder, paint)
-    svg = svg.replace("'DejaVu Sans'", "system-ui, sans-serif")
-    return svg.replace("<svg", '<svg aria-hidden="true"', 1)
+        text = text.replace(placeholder, paint)
+    text = text.replace("'DejaVu Sans'", "system-ui, sans-serif")
+    return text.replace("<svg", '<svg aria-hidden="true"', 1)
 
 
 # --- time bar -----------------------------------------------------------------------------------

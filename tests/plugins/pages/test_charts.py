@@ -25,7 +25,7 @@ def test_name_is_drawn_as_it_is_and_is_no_formula(name):
 def test_branch_between_two_evaluations_of_the_parent_lies_in_the_figure(monkeypatch):
     """The child starts at step 150. Its line begins at the parent's loss at step 100."""
     limits = []
-    monkeypatch.setattr(charts, "_svg", lambda figure, _: limits.append(figure.axes[0].get_ylim()))
+    monkeypatch.setattr(charts, "svg", lambda figure, _: limits.append(figure.axes[0].get_ylim()))
     base = member("base", {50: 9.0, 100: 6.0, 200: 3.0})
     charts.family_chart([base, member("child", {200: 2.5}, "base@150", 150)])
     low, high = limits[0]

@@ -17,7 +17,7 @@ DRAWN = ("metrics.jsonl", "events.jsonl")
 COMMANDS = (["compare", str(RUN), "results/other", "--html=compare.html"], ["report", str(RUN)])
 
 def undrawn(name):
-    patch = mock.patch.object(charts, "_svg", lambda *_: "<svg/>")
+    patch = mock.patch.object(charts, "svg", lambda *_: "<svg/>")
     return contextlib.nullcontext() if name in DRAWN else patch
 
 call_all(Path(sys.argv[1]), COMMANDS, undrawn)

@@ -166,6 +166,17 @@ def test_text_column_is_as_wide_as_its_longest_word_or_has_a_line_of_its_own(cap
     )
 
 
+def test_columns_that_are_left_out_are_named_once_and_rows_keep_one_line(capsys, monkeypatch):
+    table = Table(HEADS, numbers=HEADS[3:-1], left_out=True)
+    for row in ROWS:
+        table.add(row, {})
+    draw_on_a_terminal(table, monkeypatch, COLUMNS="60", NO_COLOR="1")
+    head, first, second, *rest = SGR.sub("", capsys.readouterr().out).splitlines()
+    assert head.split() == ["run", "state", "job", "ranks"] and first.startswith("base")
+    assert second.startswith("lr-3e-4-warmup")
+    assert rest == ["not shown at this width: step, loss, tokens/s, now"]
+
+
 # --- the time in log files ----------------------------------------------------------------------------
 
 STAMPED = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d"
