@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Part, RecordedConfig
-from forge.core.config import Config, ResolvedConfig, Section, is_free
+from forge.core.config import Config, ResolvedConfig, is_free
 from forge.core.errors import ConfigError, DataError
+from forge.core.models.architectures import ARCHITECTURES, DEFAULT
+from forge.core.section import Section, all_values
 from forge.core.tokenize_settings import Tokenize, Tokenizer
 from forge.core.values import shown
 
@@ -63,7 +65,7 @@ def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
 
 
 def _changed(section: str, now: Section, then: Part) -> Iterator[str]:
-    for key, current in now.model_dump(mode="json").items():
+    for key, current in all_values(now).items():
         if key == "decay_steps" or is_free(type(now), key):
             continue
         if current != (value := recorded_value(section, then, key)):
@@ -73,8 +75,11 @@ def _changed(section: str, now: Section, then: Part) -> Iterator[str]:
 def recorded_value(section: str, recorded: Part, key: str) -> object:
     """The value of a key in a section of a recorded config; where its version of Forge had no such key,
     the default, which stands for what Forge did before. None for a key of another architecture."""
-    default = Config.model_fields[section].default
-    return getattr(recorded, key, getattr(default, key, None))
+    kind: type[Section] | None = type(Config.model_fields[section].default)
+    if section == "model":
+        kind = ARCHITECTURES.get(getattr(recorded, "architecture", DEFAULT.architecture))
+    field = kind.model_fields.get(key) if kind else None
+    return getattr(recorded, key, None if field is None else field.default)
 
 
 def changed_ids(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:

@@ -17,6 +17,7 @@ from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import ConfigError, DataError, OtherFormat
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths, checkpoint_name, checkpoint_step
+from forge.core.section import all_values
 
 LATEST = "@latest"  # in the place of @STEP; family.py puts the step there
 
@@ -131,8 +132,9 @@ def check_fits(config: ResolvedConfig, made_by: RecordedConfig) -> None:
 
 def _misfits(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[str]:
     # The tensors must fit. Dropout has none; with a parent model.init gives the shape only.
+    model = all_values(config.model)
     sections = {
-        "model": config.model.model_dump(mode="json", exclude={"dropout", "init"}),
+        "model": {key: now for key, now in model.items() if key not in ("dropout", "init")},
         "train": config.train.model_dump(mode="json", include={*KEPT}),
     }
     for section, keys in sections.items():

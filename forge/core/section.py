@@ -11,6 +11,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Field,
     ModelWrapValidatorHandler,
     PrivateAttr,
     SerializationInfo,
@@ -72,6 +73,13 @@ def _usable_path(path: str) -> str:
 
 LiteralPath = Annotated[str, AfterValidator(_usable_path)]
 FilePath = Annotated[str, AfterValidator(lambda path: _usable_path(expanded(path)))]
+
+
+def later(default: Any, **limits: Any) -> Any:
+    """Field of a key that earlier versions did not have. JSON has it only where it is not at its default,
+    which stands for what these versions did: finished runs stay finished, and digests of configs
+    equal."""
+    return Field(default, exclude_if=lambda value: value == default, **limits)
 
 
 class Retired(NamedTuple):
@@ -211,6 +219,13 @@ class WithPlugins(BaseModel):
         for key, section in self._of_plugins.items():
             values[key] = section.model_dump(mode=info.mode, exclude_unset=info.exclude_unset)
         return values
+
+
+def all_values(section: Section) -> dict[str, Any]:
+    """JSON values of a section, with those of `later` keys that are at their defaults."""
+    fields = type(section).model_fields.items()
+    unset = {key: field.default for key, field in fields if field.exclude_if}
+    return unset | section.model_dump(mode="json")
 
 
 def section_of(annotation: Any) -> type[Section] | None:

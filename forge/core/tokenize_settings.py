@@ -9,7 +9,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from forge.core.mix import STEP
 from forge.core.models.base import HUB_NAME
-from forge.core.section import FREE, FilePath, Section
+from forge.core.section import FREE, FilePath, Section, later
 from forge.core.values import shown
 
 # Part of names of metrics, too.
@@ -110,7 +110,7 @@ class Tokenize(Source):
     fast: bool = Field(True, json_schema_extra=FREE)
     """Encode with gigatoken where it can read the tokenizer, and compare samples with the tokenizers
     library; false: encode with that library alone. The ids are the same."""
-    max_lost: float = Field(MAX_LOST, ge=0, le=1, json_schema_extra=FREE)
+    max_lost: float = later(MAX_LOST, ge=0, le=1, json_schema_extra=FREE)
     """Largest fraction of the characters that the tokenizer may lose, for want of ids or since it takes
     them away; a corpus that loses more is refused (docs/data.md). The ids are the same."""
 
@@ -131,11 +131,8 @@ class Tokenize(Source):
 
     @model_serializer(mode="wrap")
     def _without_unused_keys(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without `sources`, or with them without the keys that each source has of its own. Without
-        `max_lost` at its default: config.json of earlier versions has no such key."""
+        """Without `sources`, or with them without the keys that each source has of its own."""
         unused = [*Source.model_fields] if self.sources else ["sources"]
-        if self.max_lost == MAX_LOST:
-            unused.append("max_lost")
         return {key: value for key, value in dump(self).items() if key not in unused}
 
     @property

@@ -13,9 +13,12 @@ from forge.checkpoint.compatibility import (
 )
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import MANIFEST, Manifest
-from forge.core.config import load_config
+from forge.core.config import Config, ResolvedConfig, load_config
 from forge.core.errors import ConfigError
 from forge.core.paths import RunPaths
+from forge.core.provenance import config_digest
+from forge.core.section import later
+from forge.core.train_settings import Train
 from forge.data.content_ids import resolve
 
 
@@ -50,6 +53,37 @@ def test_another_architecture_is_refused_and_a_checkpoint_from_before_the_key_is
     check_compatible(config_of(), older)
     with pytest.raises(ConfigError, match=r"architecture is 'gpt2', the checkpoint has 'llama'"):
         check_compatible(config_of(**{"model.architecture": "gpt2"}), older)
+
+
+class Grown(Train):
+    """Settings of a later version, with a key that the checkpoint does not have."""
+
+    swirl: float = later(0.5, ge=0)
+    """A key."""
+
+
+class GrownConfig(ResolvedConfig):
+    train: Grown = Grown()
+
+
+def grown(**train):
+    values = config_of().to_json()
+    return GrownConfig.model_validate({**values, "train": {**values["train"], **train}})
+
+
+def test_key_of_a_later_version_is_in_no_file_until_it_is_set_and_then_binds(paths, monkeypatch):
+    monkeypatch.setitem(Config.model_fields, "train", GrownConfig.model_fields["train"])
+    saved = save(paths, 10)
+    assert grown().training_json() == config_of().training_json()
+    assert config_digest(grown()) == config_digest(config_of()) != config_digest(grown(swirl=0.7))
+    check_compatible(grown(), saved)
+    with pytest.raises(ConfigError, match=r"train.swirl is 0.7, the checkpoint has 0.5"):
+        check_compatible(grown(swirl=0.7), saved)
+    values = json.loads((saved.folder / MANIFEST).read_text()) | {"digest": ""}
+    values["lineage"]["config"]["train"]["swirl"] = 0.7
+    Manifest.model_validate(values).write(saved.folder)
+    with pytest.raises(ConfigError, match=r"train.swirl is 0.5, the checkpoint has 0.7"):
+        check_compatible(grown(), Checkpoint.open(saved.folder))
 
 
 def test_other_text_under_the_name_of_a_trained_run_is_refused_by_its_key(paths):
