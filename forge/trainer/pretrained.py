@@ -149,9 +149,10 @@ class _Tensors:
         }
         names = self._place.keys()
         wrong = [f"{name} is missing" for name in wanted if name not in names]
-        if settings.tie_embeddings and Decoder.OUTPUT in names:
+        output = self._decoder.output_name
+        if settings.tie_embeddings and output in names:
             # Some files have both matrices of tied embeddings: refuse_another_output.
-            wanted[Decoder.OUTPUT] = wanted[self._decoder.embedding_name]
+            wanted[output] = wanted[self._decoder.embedding_name]
         wrong += [f"{name} is not in the model" for name in sorted(names - wanted.keys())]
         for name in wanted.keys() & names:
             part = self._slice(name)
@@ -171,17 +172,18 @@ class _Tensors:
     def refuse_another_output(self, first: int, end: int) -> None:
         """DataError where these rows of the output layer differ from those of the embedding, which
         config.json ties to it. transformers 5 then keeps both (`PreTrainedModel.tie_weights`)."""
-        if not self._settings.tie_embeddings or Decoder.OUTPUT not in self._place:
+        other = self._decoder.output_name
+        if not self._settings.tie_embeddings or other not in self._place:
             return
         name, differences = self._decoder.embedding_name, []
         for row in range(first, end, ROWS_AT_ONCE):
             last = min(end, row + ROWS_AT_ONCE)
-            output, embedding = self.rows(Decoder.OUTPUT, row, last), self.rows(name, row, last)
+            output, embedding = self.rows(other, row, last), self.rows(name, row, last)
             if not torch.equal(output.float(), embedding.float()):
                 differences.append((output.float() - embedding.float()).abs().max().item())
         if differences:
             raise DataError(
-                f"{Decoder.OUTPUT} in {self._files[0].parent} differs from {name} by up to"
+                f"{other} in {self._files[0].parent} differs from {name} by up to"
                 f" {max(differences):.3g}, and config.json has tie_word_embeddings true",
                 cause="an output layer that was trained by itself; transformers uses both matrices",
                 fix="in a copy of the weights (model.init.path) set tie_word_embeddings to false",

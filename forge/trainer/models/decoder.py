@@ -42,10 +42,10 @@ class Decoder(nn.Module):
     """The language model, without memory for its weights: `to_empty` gives it some, and
     initialize.initialize or a checkpoint the values.
 
-    Parameters have the names of transformers. With tied embeddings there is no `lm_head`, so that a
-    checkpoint has the matrix once. `forward` then reads the weight of the embedding without calling it:
-    for FSDP2 it must belong to the Decoder. num_ids: of the tokenizer. compiles_loss: whether the loss of
-    a training step goes through torch.compile.
+    Parameters have the names that they have in files of transformers. With tied embeddings there is no
+    output layer, so that a checkpoint has the matrix once. `forward` then reads the weight of the
+    embedding without calling it: for FSDP2 it must belong to the Decoder. num_ids: of the tokenizer.
+    compiles_loss: whether the loss of a training step goes through torch.compile.
     """
 
     TRUNK: ClassVar[str]
@@ -56,8 +56,8 @@ class Decoder(nn.Module):
     """The attribute of the trunk with the layers, an nn.ModuleList."""
     LAST_NORM: ClassVar[str]
     """The attribute of the trunk with the norm after the last block."""
-    OUTPUT: ClassVar[str] = "lm_head.weight"
-    """The matrix of the output layer, which some files have beside a tied embedding."""
+    OUTPUT: ClassVar[str] = "lm_head"
+    """The attribute with the output layer, beside the trunk."""
 
     def __init__(self, settings: Model, num_ids: int) -> None:
         super().__init__()
@@ -67,8 +67,8 @@ class Decoder(nn.Module):
         # On meta: a sharded model must never be on one device as a whole.
         with torch.device("meta"):
             self.add_module(self.TRUNK, self.make_trunk(rows))
-            tied = settings.tie_embeddings
-            self.lm_head = None if tied else OutputLayer(settings.dim, rows, bias=False)
+            if not settings.tie_embeddings:
+                self.add_module(self.OUTPUT, OutputLayer(settings.dim, rows, bias=False))
 
     def forward(
         self,
@@ -79,9 +79,9 @@ class Decoder(nn.Module):
         """Logits [B, T, V], or with targets their mean cross entropy, a scalar in fp32. documents: of the
         tokens, which attention then stays inside of; None: each window is one document."""
         x_BTD = self.trunk(tokens_BT, documents)
-        if self.lm_head is None:
+        if self.output is None:
             return _logits_or_loss(x_BTD, self.embedding.weight, targets_BT, self.compiles_loss)
-        return self.lm_head(x_BTD, targets_BT, self.compiles_loss)
+        return self.output(x_BTD, targets_BT, self.compiles_loss)
 
     # --- what an architecture says of itself ---
 
@@ -117,6 +117,16 @@ class Decoder(nn.Module):
         return f"{self.TRUNK}.{self.EMBEDDING}.weight"
 
     @property
+    def output(self) -> nn.Module | None:
+        """The output layer; None with tied embeddings."""
+        return getattr(self, self.OUTPUT, None)
+
+    @property
+    def output_name(self) -> str:
+        """The name of the output layer's matrix, which some files have beside a tied embedding."""
+        return f"{self.OUTPUT}.weight"
+
+    @property
     def blocks(self) -> nn.ModuleList:
         """The layers, all alike: each is compiled, recomputed and sharded by itself."""
         blocks: nn.ModuleList = getattr(self.trunk, self.BLOCKS)
@@ -130,9 +140,9 @@ class Decoder(nn.Module):
     def ends(self) -> tuple[nn.Module, list[nn.Module]] | None:
         """The embedding, and all that follows the last block, each of which FSDP2 gathers by itself; None
         with tied embeddings, which both use."""
-        if self.lm_head is None:
+        if self.output is None:
             return None
-        return self.embedding, [getattr(self.trunk, self.LAST_NORM), self.lm_head]
+        return self.embedding, [getattr(self.trunk, self.LAST_NORM), self.output]
 
     def is_in_block(self, name: str) -> bool:
         """Whether a parameter belongs to a block: Muon updates the matrices of these."""
