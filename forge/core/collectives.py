@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from forge.core.memory import Shape
+from forge.core.optimizers import OPTIMIZERS
 
 # When they run: beside the forward or the backward pass of every micro-batch, beside the last backward
 # pass of a step, or after it: in the optimizer's update, or for a few numbers.
@@ -91,10 +92,9 @@ def _of_step(shape: Shape) -> Iterator[Collectives]:
         num_bytes=num_bytes,
         **of_copies,
     )
-    if shape.train.optimizer == "muon":
-        # Rows of all matrices in bf16 to the ranks that orthogonalize them, and back (trainer/muon). The
-        # norms, which stay, are a thousandth of a block.
-        num_bytes = 2 * 2 * layers * shape.of_block / ranks
+    if exchanged := OPTIMIZERS[shape.train.optimizer].exchanged_bytes:
+        # Of the matrices of the blocks. The norms, which stay, are a thousandth of a block.
+        num_bytes = exchanged * layers * shape.of_block / ranks
         yield Collectives(
             name="all-to-all", phase="update", number=2, num_bytes=num_bytes, **of_copy
         )

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.models.base import Model
+from forge.core.optimizers import moments
 from forge.core.train_settings import (
-    MOMENTS,
     Recompute,
     Shard,
     Train,
@@ -132,8 +132,9 @@ class Shape:
     @property
     def optimizer_bytes(self) -> float:
         """Bytes of the optimizer state of one copy of the model."""
-        in_blocks = MOMENTS[self.train.optimizer] * (self.num_parameters - self.outside)
-        return MOMENT * (MOMENTS["adamw"] * self.outside + in_blocks)
+        in_blocks, outside = moments(self.train.optimizer)
+        numbers = in_blocks * (self.num_parameters - self.outside) + outside * self.outside
+        return MOMENT * numbers
 
 
 def estimate(shape: Shape) -> Memory:

@@ -12,14 +12,12 @@ from pydantic import Field, field_validator, model_validator
 from forge.core.errors import ConfigError
 from forge.core.mix import Mix, check_mix
 from forge.core.models.base import Model
+from forge.core.optimizers import OptimizerName
 from forge.core.section import FREE, Retired, Section
 
 # Values of train.shard.
 Shard = Literal["none", "node", "all"] | Annotated[int, Field(ge=2)]
 Recompute = Literal["none", "selective", "full"]
-Optimizer = Literal["adamw", "muon"]
-# Numbers that each optimizer keeps of a weight in the matrices of the blocks; all others are AdamW's.
-MOMENTS: dict[Optimizer, int] = {"adamw": 2, "muon": 1}
 # Rows and columns of a matrix that GPUs multiply in float8 (torch._scaled_mm).
 FP8_MULTIPLE = 16
 # Values of train.micro_batch_size.
@@ -69,7 +67,7 @@ class Train(Section):
     """Peak learning rate."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Final learning rate, as a fraction of the peak."""
-    optimizer: Optimizer = "adamw"
+    optimizer: OptimizerName = "adamw"
     """`muon` updates the matrices of the blocks, with updates as large as AdamW's, so that lr and
     weight_decay keep their meaning; embeddings, output layer and norms stay with AdamW. It multiplies in
     bf16, which is slow on CPUs without instructions for it."""

@@ -1,55 +1,60 @@
-"""Optimizers and schedule: AdamW, with Muon for the matrices of blocks or alone, and the learning rate
-of every step."""
+"""The optimizers of a run, its updates, clipped or left out, and the learning rate of every step."""
 
 from __future__ import annotations
 
 import math
+from importlib import import_module
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from forge.core.optimizers import OPTIMIZERS
 from forge.core.train_settings import Train
 from forge.launch.torch_private import scales_gradients
 from forge.trainer.models.decoder import Decoder
-from forge.trainer.muon import Muon
 
 Optimizers = tuple[torch.optim.Optimizer, ...]
 
 
 def make_optimizers(model: Decoder, train: Train) -> Optimizers:
-    """Fused AdamW, and Muon if train.optimizer says so; each parameter has one of them. Weight decay is
-    on matrices, not on norms and biases.
+    """The optimizer that train.optimizer names, and AdamW for the weights that this one leaves to it:
+    each parameter has one of them. Weight decay is on matrices, not on norms and biases.
 
-    Muon's updates are scaled to the size of AdamW's, so that both take the same learning rate and weight
-    decay. All ranks call it, after the model is sharded: FSDP2 replaces the parameters.
+    All ranks call it, after the model is sharded: FSDP2 replaces the parameters.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    of_muon = [p for name, p in named if _is_muons(model, name, p, train)]
-    others = [p for name, p in named if not _is_muons(model, name, p, train)]
+    weights: dict[str, list[torch.Tensor]] = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            weights.setdefault(_optimizer_of(model, name, weight, train), []).append(weight)
+    return tuple(
+        import_module(f"forge.trainer.optimizers.{kind}").make(_groups(its, train), train)
+        for kind, its in weights.items()
+    )
+
+
+def _groups(weights: list[torch.Tensor], train: Train) -> list[dict[str, Any]]:
     groups = [
-        {"params": [p for p in others if p.dim() >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in others if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [w for w in weights if w.dim() >= 2], "weight_decay": train.weight_decay},
+        {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, lr=train.lr, betas=(train.beta1, train.beta2), fused=True)
-    if not of_muon:
-        return (adamw,)
-    muon = Muon(of_muon, lr=train.lr, weight_decay=train.weight_decay, momentum=train.muon_momentum)
-    return adamw, muon
+    return [group for group in groups if group["params"]]
 
 
-def _is_muons(model: Decoder, name: str, weight: torch.Tensor, train: Train) -> bool:
-    """Whether Muon updates this parameter: a matrix of a block."""
-    return train.optimizer == "muon" and weight.dim() == 2 and model.is_in_block(name)
+def _optimizer_of(model: Decoder, name: str, weight: torch.Tensor, train: Train) -> str:
+    """The optimizer that updates this parameter."""
+    if not OPTIMIZERS[train.optimizer].of_blocks:
+        return train.optimizer
+    return train.optimizer if weight.dim() == 2 and model.is_in_block(name) else "adamw"
 
 
 def state_shapes(
     model: Decoder, name: str, weight: torch.Tensor, train: Train
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of the optimizer state of a parameter, all in fp32, by their names in a checkpoint."""
-    shape = tuple(weight.shape)
-    if _is_muons(model, name, weight, train):
-        return {"momentum_buffer": shape}
-    return {"step": (), "exp_avg": shape, "exp_avg_sq": shape}
+    kept = OPTIMIZERS[_optimizer_of(model, name, weight, train)]
+    scalars: dict[str, tuple[int, ...]] = dict.fromkeys(kept.scalars, ())
+    return scalars | dict.fromkeys(kept.state, tuple(weight.shape))
 
 
 def set_learning_rate(optimizers: Optimizers, lr: float) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from forge.trainer.muon import Muon, rows_of, shares
+from forge.trainer.optimizers.muon import Muon, rows_of, shares
 
 # Rows that ranks do not share evenly, fewer rows than ranks, tall and wide ones.
 SHAPES = [(7, 12), (3, 5), (12, 7), (8, 8), (1, 4)]

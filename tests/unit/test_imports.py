@@ -28,8 +28,9 @@ PACKAGES = (
 # These start every part of Forge.
 START = {"cli", "flow", "workflow", "worker"}
 
+# Those of an architecture and of an optimizer are here by their packages.
 TENSORS = {
-    "trainer.divergence",
+    *("trainer.divergence", "trainer.models.decoder"),
     *(
         "data.loader",
         "launch.device",
@@ -42,8 +43,7 @@ TENSORS = {
         "checkpoint.save_plan",
     ),
     *("checkpoint.pickled_index", "checkpoint.program_tensors"),
-    *("trainer.loss", "trainer.muon", "trainer.numerics", "trainer.optim"),
-    *("trainer.models.decoder", "trainer.models.gpt2_decoder", "trainer.models.llama_decoder"),
+    *("trainer.loss", "trainer.numerics", "trainer.optim"),
     "trainer.documents",
     *("trainer.initialize", "trainer.transforms"),
     *(
@@ -70,8 +70,8 @@ EXECUTOR = FOLDER.parent / "snakemake_executor_plugin_forge/__init__.py"
 
 MOST_IMPORTS = 25
 MOST_THAT_ASK_FOR_THE_PROGRAM = 8
-LAYERS = {"q_proj", "gate_proj", "embed_tokens", "c_attn", "wte"}
-NAME_LAYERS = {"trainer.models.llama_decoder", "trainer.models.gpt2_decoder"}
+HAVE_LAYERS = ("trainer.models.",)
+HAVE_TENSORS = (*HAVE_LAYERS, "trainer.optimizers.")
 
 Trees = dict[str, list[ast.AST]]  # module -> all nodes of its tree
 
@@ -90,6 +90,7 @@ TREES: Trees = {
     for path in sorted(FOLDER.rglob("*.py"))
     if path.name not in ("__init__.py", "__main__.py")
 }
+TENSORS |= {module for module in TREES if module.startswith(HAVE_TENSORS)}
 
 
 # --- what the rules read --------------------------------------------------------------------------
@@ -402,32 +403,49 @@ def test_place_that_asks_is_found() -> None:
     assert places == ["forge/run/a.py:1", "forge/run/a.py:2"]
 
 
-def modules_that_name_layers(trees: Trees) -> dict[str, list[str]]:
-    """Module -> each file, line and name of a layer in it."""
-    found = defaultdict(list)
+def layers_made(trees: Trees) -> set[str]:
+    """Attributes that hold a layer with a matrix, of all architectures: those with an underscore, since a
+    plain word such as `dense` has other uses."""
+    return {
+        target.attr
+        for module, tree in trees.items()
+        if module.startswith(HAVE_LAYERS)
+        for node in tree
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
+        if getattr(node.value.func, "attr", "") in ("Linear", "Embedding")
+        for target in node.targets
+        if isinstance(target, ast.Attribute) and "_" in target.attr
+    }
+
+
+def layers_named_elsewhere(trees: Trees) -> list[str]:
+    """File, line and name of each layer outside of the modules that make layers."""
+    found, layers = [], layers_made(trees)
     for module, tree in trees.items():
-        for node in tree:
+        for node in tree if not module.startswith(HAVE_LAYERS) else ():
             name = node.value if isinstance(node, ast.Constant) else getattr(node, "attr", "")
-            if isinstance(name, str) and name in LAYERS:
+            if isinstance(name, str) and name in layers:
                 where = at(module, getattr(node, "lineno", 1))
-                found[module].append(
-                    f"{where}: names {name}; only {', '.join(sorted(NAME_LAYERS))} may"
-                )
+                found.append(f"{where}: names {name}; only a module in trainer/models may")
     return found
 
 
 def test_only_the_modules_of_an_architecture_name_its_layers() -> None:
-    found = modules_that_name_layers(TREES)
-    none_of([place for module in found.keys() - NAME_LAYERS for place in found[module]])
-    assert found.keys() == NAME_LAYERS, "one of these names no layer any more"
+    assert {"q_proj", "gate_proj", "embed_tokens", "c_attn"} <= layers_made(TREES)
+    none_of(layers_named_elsewhere(TREES))
 
 
 def test_name_of_a_layer_is_found() -> None:
-    trees = planted(run__a="x = model.q_proj", run__b='\nname = "wte"', run__c="wte = b'wte'")
-    found = modules_that_name_layers(trees)
-    assert [place.partition(";")[0] for places in found.values() for place in places] == [
+    trees = planted(
+        run__a="x = model.q_proj",
+        run__b='\nname = "embed_in"',
+        run__c="c_fc = b'c_fc', module.dense",
+        trainer__models__x_decoder="self.q_proj = nn.Linear(2, 2)\nself.c_fc = nn.Linear(2, 2)",
+        trainer__models__y_decoder="m.embed_in = nn.Embedding(2, 2)\nm.dense = nn.Linear(2, 2)",
+    )
+    assert [place.partition(";")[0] for place in layers_named_elsewhere(trees)] == [
         "forge/run/a.py:1: names q_proj",
-        "forge/run/b.py:2: names wte",
+        "forge/run/b.py:2: names embed_in",
     ]
 
 

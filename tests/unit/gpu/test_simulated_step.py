@@ -8,6 +8,7 @@ from support.simulated_gpu.training import Case, shape_of
 
 from forge.core import collectives
 from forge.core.config import load_config
+from forge.core.optimizers import OPTIMIZERS
 
 pytestmark = pytest.mark.all
 
@@ -25,16 +26,22 @@ PAIRS = [
     (4, "selective", None, False, None, True, "muon"),
     (4, "full", "tensorwise", False, None, False, "adamw"),
 ]
+OTHERS = [name for name in OPTIMIZERS if name not in ("adamw", "muon")]
 LAYERS, MICRO_BATCHES = 3, 2  # of a Case
 
 
-@pytest.mark.parametrize("values", PAIRS, ids=lambda values: "-".join(map(str, values)))
+@pytest.mark.parametrize(
+    "values",
+    [*PAIRS, *(("all", "none", None, False, "skip", False, name) for name in OTHERS)],
+    ids=lambda values: "-".join(map(str, values)),
+)
 def test_step_waits_for_nothing_but_the_results_of_the_step_before(simulate, values):
     train = dict(zip(SETTINGS, values, strict=True))
     step = simulate(train=train)
     assert (step.races, step.wrong_devices) == ([], [])
     assert step.waits == []
-    exchanges = 2 if train["optimizer"] == "muon" and train["shard"] != "none" else 0
+    exchanged = OPTIMIZERS[train["optimizer"]].exchanged_bytes
+    exchanges = 2 if exchanged and train["shard"] != "none" else 0
     assert step.operations.get("all-to-all", 0) == exchanges
     assert step.event_waits == 1
     assert step.pinned_copies >= 2 * MICRO_BATCHES + 2  # the batch, the flags, the results
@@ -61,7 +68,7 @@ NORMS = 4 * 32  # bytes: the norm of each weight tensor, which go together into 
         ({"shard": 4, **BF16}, {}),
         ({"shard": "none"}, {}),
         ({"shard": "none", **BF16}, UNTIED),
-        ({"shard": "all", "optimizer": "muon"}, {}),
+        *(({"shard": "all", "optimizer": name}, {}) for name in ("muon", *OTHERS)),
         ({"shard": "none", "optimizer": "muon"}, {}),
     ],
     ids=str,

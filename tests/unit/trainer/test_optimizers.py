@@ -15,7 +15,8 @@ from forge.checkpoint.save_plan import KeptPlans
 from forge.checkpoint.storage import load_state, training_state, write_state
 from forge.core.machine import Machine
 from forge.core.models.llama import Llama
-from forge.core.train_settings import MOMENTS, Train
+from forge.core.optimizers import OPTIMIZERS
+from forge.core.train_settings import Train
 from forge.launch.process_group import World, joined
 from forge.launch.rank import Rank
 from forge.launch.torch_private import scales_gradients
@@ -45,7 +46,7 @@ def of_torch(kind: type[torch.optim.Optimizer], **options: float | bool) -> Make
 
 
 # Not LBFGS, which calls the model itself, nor SparseAdam.
-MAKERS: dict[str, Maker] = {name: of_settings(name) for name in MOMENTS} | {
+MAKERS: dict[str, Maker] = {name: of_settings(name) for name in OPTIMIZERS} | {
     **{
         f"torch-{kind.__name__}": of_torch(kind)
         for kind in (
@@ -145,7 +146,7 @@ def test_resumed_optimizer_continues_bitwise(
     assert same(whole, resumed)
 
 
-@pytest.mark.parametrize("name", MOMENTS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_host_does_not_wait_for_an_optimizer_of_the_settings(name: str) -> None:
     assert all(map(scales_gradients, Training(of_settings(name)).optimizers))
 

@@ -6,6 +6,7 @@ from support import shards
 
 from forge.core.machine import Machine
 from forge.core.models.llama import Llama
+from forge.core.optimizers import OPTIMIZERS
 from forge.core.train_settings import Train
 from forge.launch.process_group import joined
 from forge.launch.rank import Rank
@@ -89,7 +90,7 @@ def test_result_has_the_rate_of_the_step_and_the_norm_before_clipping(make):
         assert (result.trouble, result.flags) == ("", [[3, 0]])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("step", [0, 1])
 def test_update_that_is_not_finite_leaves_weights_and_optimizer_state(make, step, optimizer):
     train_step = make(optimizer=optimizer)

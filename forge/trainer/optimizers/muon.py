@@ -15,12 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from forge.core.train_settings import Train
 from forge.launch.process_group import named
 
 # Coefficients of the quintic iteration, its steps, and the least norm that a matrix is divided by: Jordan
 # et al. 2024 (kellerjordan.github.io/posts/muon), as in torch.optim.Muon.
 LINEAR, CUBIC, QUINTIC = 3.4445, -4.7750, 2.0315
 ITERATIONS, LEAST_NORM = 5, 1e-7
+
+
+def make(groups: list[dict[str, Any]], train: Train) -> torch.optim.Optimizer:
+    """Muon for the matrices of the blocks."""
+    return Muon(groups, lr=train.lr, weight_decay=train.weight_decay, momentum=train.muon_momentum)
 
 
 class Muon(torch.optim.Optimizer):
@@ -38,9 +44,14 @@ class Muon(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self, params: Iterable[Tensor], *, lr: float, weight_decay: float, momentum: float
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        weight_decay: float,
+        momentum: float,
     ) -> None:
-        """params: matrices, all plain or all sharded by rows over one mesh (FSDP2)."""
+        """params: matrices, or groups of them, all plain or all sharded by rows over one mesh (FSDP2)."""
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
 
     @torch.no_grad()

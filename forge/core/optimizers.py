@@ -1,0 +1,40 @@
+"""The table of optimizers: what a config, a plan and a check of checkpoints know of each, without
+torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+
+class Optimizer(NamedTuple):
+    """State and messages of an optimizer. Its update is in `trainer/optimizers`, in a module of its
+    name."""
+
+    state: tuple[str, ...]
+    """Names of the tensors that it keeps of a weight: in fp32, of the weight's shape."""
+    scalars: tuple[str, ...] = ()
+    """Names of the single numbers that it keeps of a weight, in fp32."""
+    of_blocks: bool = False
+    """It updates the matrices of the blocks, and AdamW all other weights."""
+    exchanged_bytes: int = 0
+    """Bytes of each of its weights that the ranks of a sharded model send each other in an update, there
+    and back together."""
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": Optimizer(state=("exp_avg", "exp_avg_sq"), scalars=("step",)),
+    # Rows of all matrices in bf16 to the ranks that orthogonalize them, and back.
+    "muon": Optimizer(state=("momentum_buffer",), of_blocks=True, exchanged_bytes=2 * 2),
+}
+
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+
+
+def moments(name: str) -> tuple[int, int]:
+    """Numbers that a run with this optimizer keeps of each weight in the blocks, and of each outside."""
+    own = OPTIMIZERS[name]
+    others = OPTIMIZERS["adamw"] if own.of_blocks else own
+    return len(own.state), len(others.state)
