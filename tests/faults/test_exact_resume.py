@@ -18,6 +18,8 @@ from support import forked
 from forge.checkpoint import resume
 from forge.cluster.network import available_cores
 from forge.core.errors import Exit
+from forge.core.models.architectures import ARCHITECTURES
+from forge.core.optimizers import OPTIMIZERS
 
 STEPS, MIDDLE = 8, 4
 SIZES = (
@@ -48,6 +50,17 @@ CHOSEN = [
     (2, "all", (*GPT2, RECOMPUTE, DROPOUT, MUON)),
     (3, "none", (*GPT2, accumulate(3), NO_DROPOUT)),
     (3, "all", (*GPT2, DROPOUT)),
+    # Each of the tables that no case above has.
+    *(
+        (2, "all", (f"--train.optimizer={name}", DROPOUT))
+        for name in OPTIMIZERS
+        if name not in ("adamw", "muon")
+    ),
+    *(
+        (3, "none", (f"--model.architecture={name}", DROPOUT))
+        for name in ARCHITECTURES
+        if name not in ("llama", "gpt2")
+    ),
 ]
 OTHERS = [
     (2, "none", (NO_DROPOUT,)),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from forge.core.config import Config
+from forge.core.models.architectures import ARCHITECTURES
 from forge.core.models.base import Model
 from forge.trainer import pretrained
 from forge.trainer.models.decoder import Decoder, make_decoder
@@ -22,14 +24,23 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
-# Name -> class of transformers without its ending, and what differs from SIZES.
+# Name -> class of transformers, and what differs from SIZES.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": ("GPT2", {"activation_function": "gelu_new"}),
-    "llama": ("Llama", {"rope_parameters": LLAMA3, "num_key_value_heads": 2}),
-    "llama-tied": ("Llama", {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
-    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 12}),
-    "qwen3": ("Qwen3", {"head_dim": 24, "tie_word_embeddings": True, "num_key_value_heads": 2}),
-    "olmo2": ("Olmo2", {"rope_parameters": {**PLAIN, "rope_theta": 5e5}}),
+    "llama": ("LlamaForCausalLM", {"rope_parameters": LLAMA3, "num_key_value_heads": 2}),
+    "llama-tied": ("LlamaForCausalLM", {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    "mistral": ("MistralForCausalLM", {"sliding_window": None, "head_dim": 12}),
+    "qwen3": (
+        "Qwen3ForCausalLM",
+        {"head_dim": 24, "tie_word_embeddings": True, "num_key_value_heads": 2},
+    ),
+    "olmo2": ("Olmo2ForCausalLM", {"rope_parameters": {**PLAIN, "rope_theta": 5e5}}),
+}
+# And each class that no row has, with nothing but SIZES.
+MODELS |= {
+    f"{name}-{kind}" if number else name: (kind, {})
+    for name, model in ARCHITECTURES.items()
+    for number, kind in enumerate(model.HF_ARCHITECTURES)
+    if kind not in [known for known, _ in MODELS.values()]
 }
 SIZES = {
     "hidden_size": 32,
@@ -50,11 +61,8 @@ def random_model(name: str, **more: Any) -> Any:
 
     kind, differs = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES | differs | more)
-    (ending,) = {"ForCausalLM", "LMHeadModel"} & {
-        name.removeprefix(kind) for name in dir(transformers) if name.startswith(kind)
-    }
-    model = getattr(transformers, f"{kind}{ending}")(config).eval()
+    made_by = getattr(transformers, kind)
+    model = made_by(made_by.config_class(**deepcopy(SIZES | differs | more))).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

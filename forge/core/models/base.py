@@ -65,7 +65,7 @@ class Model(Section):
     """The names in `architectures` of a config.json of transformers that this model can be."""
 
     architecture: str
-    """The layers: `llama`, also those of Mistral, Qwen3 and OLMo 2; or `gpt2`. Each has its own keys."""
+    """The layers, by name. Each architecture has keys of its own."""
     dim: int = Field(256, ge=8)
     """Width of the residual stream."""
     layers: int = Field(4, ge=1)
@@ -113,7 +113,8 @@ class Model(Section):
 
     @property
     def longest_sample(self) -> int | None:
-        """The most tokens of a sample that the model can read; None: any number."""
+        """The most tokens of a sample that the model can read, by its key `positions`; None: any
+        number."""
         return None
 
     def num_rows(self, num_ids: int) -> int:
@@ -183,9 +184,9 @@ class Model(Section):
         """The keys of `model` that a config.json without misfits sets."""
 
     @property
-    @abstractmethod
     def hf_architecture(self) -> str:
         """The architecture by which transformers loads this model. Raises ConfigError where none fits."""
+        return self.HF_ARCHITECTURES[0]
 
     @abstractmethod
     def to_hf(self, seq_len: int) -> dict[str, Any]:
@@ -194,7 +195,8 @@ class Model(Section):
 
     def hf_tensor(self, name: str) -> str | None:
         """The parameter that a tensor in a safetensors file is, by the name that it has there; None for
-        what transformers does not read either. Parameters have the names of transformers."""
+        what transformers does not read either. Exports have the parameters under their own names: those
+        that `save_pretrained` writes, and transformers 4 and 5 read."""
         return name
 
     def is_transposed_in_hf(self, name: str) -> bool:

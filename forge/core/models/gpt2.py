@@ -111,10 +111,6 @@ class Gpt2(Model):
             keys["ffn_dim"] = 4 * keys["dim"]
         return keys
 
-    @property
-    def hf_architecture(self) -> str:
-        return self.HF_ARCHITECTURES[0]
-
     def to_hf(self, seq_len: int) -> dict[str, Any]:
         return {
             "model_type": "gpt2",

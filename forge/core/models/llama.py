@@ -111,7 +111,7 @@ class RopeScaling(Section):
 
 
 class Llama(Model):
-    """RMSNorm, rotary positions, grouped-query attention, SwiGLU; no biases."""
+    """RMSNorm, rotary positions, grouped-query attention, SwiGLU. Also Mistral, Qwen3 and OLMo 2."""
 
     HF_ARCHITECTURES: ClassVar[tuple[str, ...]] = tuple(family.architecture for family in FAMILIES)
 

@@ -4,10 +4,11 @@ parameter counts of the models' cards, what does not is refused by key and value
 from typing import Any
 
 import pytest
+from support.repository import REPOSITORY
 
 from forge.core.config import Config, load_config
 from forge.core.errors import ConfigError
-from forge.core.models.architectures import model_keys
+from forge.core.models.architectures import ARCHITECTURES, model_keys
 from forge.core.models.llama import Llama
 
 LLAMA_31_8B = {
@@ -317,6 +318,13 @@ def test_a_model_that_transformers_does_not_have_is_named():
 
 
 # --- model.architecture in a config ---------------------------------------------------------------
+
+
+def test_page_lists_each_architecture_of_transformers():
+    page = (REPOSITORY / "docs/huggingface.md").read_text()
+    for model in ARCHITECTURES.values():
+        for kind in model.HF_ARCHITECTURES:
+            assert f"| `{kind}` |" in page, kind
 
 
 @pytest.mark.parametrize("name", ["gpt3", None, 7, ["gpt2"], {"a": "b"}])

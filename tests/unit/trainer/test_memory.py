@@ -12,8 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forge.core import memory
 from forge.core.memory import GIB, Shape
+from forge.core.models.architectures import ARCHITECTURES
 from forge.core.models.base import Model
-from forge.core.models.gpt2 import Gpt2
 from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
 from forge.launch.process_group import World
@@ -26,7 +26,9 @@ from forge.trainer.parallel import ParallelModel
 WIDE = Llama(dim=2048, layers=4, heads=16, ffn_dim=5504, tie_embeddings=False)
 GROUPED = Llama(dim=2048, layers=3, heads=16, kv_heads=4, ffn_dim=5504, tie_embeddings=True)
 SMALL = Llama(dim=1024, layers=6, heads=16, ffn_dim=4096)
-GPT2 = Gpt2(architecture="gpt2", dim=1024, layers=6, heads=16)
+EACH = [
+    model(architecture=name, dim=1024, layers=6, heads=16) for name, model in ARCHITECTURES.items()
+]
 VOCAB = 32000
 
 
@@ -110,9 +112,12 @@ def peak_bytes(shape: Shape, world: World, monkeypatch: pytest.MonkeyPatch) -> i
         (WIDE, 8, {"seq_len": 2048, "batch_size": 16, "micro_batch_size": 1, "shard": "none"}),
         (WIDE, 8, {"seq_len": 2048, "batch_size": 64, "micro_batch_size": 4}),
         (SMALL, 8, {"seq_len": 1024, "batch_size": 64, "shard": "node"}),
-        (GPT2, 1, {"seq_len": 1024, "batch_size": 8}),
-        (GPT2, 8, {"seq_len": 1024, "batch_size": 64, "recompute": "selective"}),
-        (GPT2, 1, {"seq_len": 1024, "batch_size": 8, "recompute": "full"}),
+        *((model, 1, {"seq_len": 1024, "batch_size": 8}) for model in EACH),
+        *(
+            (model, 8, {"seq_len": 1024, "batch_size": 64, "recompute": "selective"})
+            for model in EACH
+        ),
+        *((model, 1, {"seq_len": 1024, "batch_size": 8, "recompute": "full"}) for model in EACH),
     ],
 )
 def test_estimate_is_near_what_torch_allocates(
