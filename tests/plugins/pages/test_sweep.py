@@ -1,5 +1,5 @@
-"""Comparison of a sweep. Threats: a run that is hidden or in the wrong place, a mean over runs that differ in
-more than the seed, losses of other tokens side by side, and one run that flattens all curves."""
+"""Comparison of a sweep. Threats: a run that is hidden or in the wrong place, a mean over runs that
+differ in more than the seed, losses of other tokens side by side, one run that flattens all curves."""
 
 from __future__ import annotations
 
