@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
+
+import blake3
 
 from forge.core.errors import DataError
-from forge.core.files import digest_file, disk_trouble, is_file_below
+from forge.core.files import READ_BYTES, digest_file, disk_trouble, is_file_below, open_regular
 
 THREADS = 4  # files that one reader digests at once
 
@@ -47,6 +50,31 @@ class FileList:
         if what := self._problem(name, content):
             raise DataError(f"{_path(self.folder, name)} {what[0]}", cause=what[1], fix=self.fix)
 
+    @contextmanager
+    def verified(self, name: str, most: int | None = None) -> Iterator[VerifiedFile]:
+        """A file to be read once, in order. The digest is that of the bytes which the caller gets, not of
+        those which were there a moment before: they count once the block has ended.
+
+        most: as for `open_regular`. Raises as `check`, for a digest at the end of the block.
+        """
+        if name not in self.entries:
+            raise DataError(f"{_path(self.folder, name)} is not in {self.listed_in}", fix=self.fix)
+        self.check(name, content=False)
+        path = _path(self.folder, name)
+        with disk_trouble(path, "read"), open_regular(path, most) as file:
+            reader = VerifiedFile(file)
+            yield reader
+            actual = reader.digest()
+        if actual != self.entries[name].digest:
+            what, cause = self._changed(name, actual)
+            raise DataError(f"{path} {what}", cause=cause, fix=self.fix)
+
+    def read(self, name: str, most: int | None = None) -> bytes:
+        """The content of a file, whose digest was verified. most: as for `open_regular`. Raises as
+        `check`."""
+        with self.verified(name, most) as file:
+            return file.read()
+
     def bad_files(self, share: tuple[int, int] = (0, 1), *, content: bool = True) -> Iterator[str]:
         """A sentence for each missing, truncated or changed file, sorted by name. share: as for `verify`.
         content: whether to read files for their digests. Raises UnfitError where the disk reports an
@@ -80,9 +108,50 @@ class FileList:
                 what = f"has {size} bytes, {self.listed_in} says {expected.size}"
                 return what, "an interrupted copy, a full disk, or an edit"
             if content and (actual := digest_file(path)) != expected.digest:
-                what = f"has digest {actual[:12]}, {self.listed_in} says {expected.digest[:12]}"
-                return what, "its content has changed: a disk or copy error, or an edit"
+                return self._changed(name, actual)
         return None
+
+    def _changed(self, name: str, actual: str) -> tuple[str, str]:
+        wanted = self.entries[name].digest
+        what = f"has digest {actual[:12]}, {self.listed_in} says {wanted[:12]}"
+        return what, "its content has changed: a disk or copy error, or an edit"
+
+
+class VerifiedFile:
+    """An open file that is read forward, and the digest of all bytes on the way."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._hasher, self._place = file, blake3.blake3(), 0
+
+    def seek(self, place: int) -> None:
+        """Read on to this place. Raises EOFError for an earlier one."""
+        if place < self._place:
+            raise EOFError(f"{self._file.name} is read at byte {place} after byte {self._place}")
+        while self._place < place and self._next(min(READ_BYTES, place - self._place)):
+            pass
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer; the number of bytes, fewer at the end of the file."""
+        size: int = self._file.readinto(buffer)  # type: ignore[attr-defined]
+        self._hasher.update(memoryview(buffer)[:size])
+        self._place += size
+        return size
+
+    def read(self) -> bytes:
+        """The rest of the file."""
+        return b"".join(iter(lambda: self._next(READ_BYTES), b""))
+
+    def digest(self) -> str:
+        """blake3 of the whole file, whose rest is read."""
+        while self._next(READ_BYTES):
+            pass
+        return self._hasher.hexdigest()
+
+    def _next(self, size: int) -> bytes:
+        data = self._file.read(size)
+        self._hasher.update(data)
+        self._place += len(data)
+        return data
 
 
 def verify(lists: Iterable[FileList], share: tuple[int, int] = (0, 1)) -> None:

@@ -299,7 +299,11 @@ def json_text(value: Any) -> str:
 def read_object(path: Path, *keys: str, most: int = MAX_SMALL_JSON_BYTES) -> dict[str, Any]:
     """The object in a JSON file. DataError where it is missing, no object, lacks one of the keys, or has
     more than `most` bytes."""
-    value = read_json(path, most)
+    return as_object(read_json(path, most), path, *keys)
+
+
+def as_object(value: Any, path: Path, *keys: str) -> dict[str, Any]:
+    """The value of a JSON file as the object that it must be. DataError as `read_object`."""
     missing = [key for key in keys if key not in value] if isinstance(value, dict) else None
     if missing or not isinstance(value, dict):
         raise DataError(
@@ -314,9 +318,16 @@ def read_json(path: Path, most: int = MAX_JSON_BYTES) -> Any:
     """The value in a JSON file; DataError where it is missing, no JSON, or has more than `most` bytes."""
     try:
         with disk_trouble(path, "read"), open_regular(path, most) as file:
-            return json.loads(file.read().decode())
+            data = file.read()
     except FileNotFoundError:
         raise DataError(f"{path} does not exist", fix="run the step that writes it first") from None
+    return parse_json(data, path)
+
+
+def parse_json(data: bytes, path: Path) -> Any:
+    """The value in the bytes of a JSON file. path: of the file, for DataError where they are no JSON."""
+    try:
+        return json.loads(data.decode())
     # ValueError: JSONDecodeError, UnicodeDecodeError, and integers of more than 4300 digits.
     except (ValueError, RecursionError) as err:
         raise DataError(

@@ -14,7 +14,14 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from forge.core.errors import DataError, OtherFormat
-from forge.core.files import MAX_SMALL_JSON_BYTES, RelativePath, read_object, write_json
+from forge.core.files import (
+    MAX_SMALL_JSON_BYTES,
+    RelativePath,
+    as_object,
+    parse_json,
+    read_object,
+    write_json,
+)
 from forge.core.process import Process
 from forge.core.section import WithPlugins
 from forge.core.service_settings import Report, ValidateSettings
@@ -48,6 +55,12 @@ class Record(RecordPart):
         return validated(cls, values, path, fix=cls.FIX)
 
     @classmethod
+    def parse(cls, data: bytes, path: Path) -> Self:
+        """As `read`, from the bytes of the file, which the caller has verified."""
+        values = as_object(parse_json(data, path), path, "format")
+        return validated(cls, _of_format(values, path, cls.FORMAT, cls.FIX), path, fix=cls.FIX)
+
+    @classmethod
     def read_if_there(cls, path: Path) -> Self | None:
         """As `read`; None without a file."""
         return cls.read(path) if path.exists() else None
@@ -75,7 +88,10 @@ def content(
 ) -> dict[str, Any]:
     """The object in a file, without its format. Raises DataError where it has none, OtherFormat where it
     is not the expected one."""
-    values = read_object(path, "format", most=most)
+    return _of_format(read_object(path, "format", most=most), path, expected, fix)
+
+
+def _of_format(values: dict[str, Any], path: Path, expected: int, fix: str) -> dict[str, Any]:
     if (number := values.pop("format")) != expected:
         raise OtherFormat.of(path, number, expected, fix=fix)
     return values

@@ -157,3 +157,53 @@ def test_a_disk_error_says_nothing_about_the_content(folder, monkeypatch):
         with pytest.raises(UnfitError, match=f"cannot read {folder}/.*: Input/output error"):
             read()
     listed(folder).check_sizes()
+
+
+# --- verified while it is read --------------------------------------------------------------------
+
+
+def test_what_is_read_is_what_was_verified(folder):
+    assert {name: listed(folder).read(name) for name in CONTENT} == CONTENT
+    with listed(folder).verified("a") as file:
+        file.seek(2)
+        buffer = bytearray(3)
+        assert file.readinto(buffer) == 3 and bytes(buffer) == b"igh"
+
+
+def test_change_between_the_check_of_a_file_and_its_reading_is_refused(folder):
+    """Also where what was read of it is not what has changed."""
+    for place in (0, 6):
+        (folder / "a").write_bytes(CONTENT["a"])
+        changed = bytearray(CONTENT["a"])
+        changed[place] ^= 1
+        with (
+            pytest.raises(DataError, match=f"{folder}/a has digest .*, its seal says"),
+            listed(folder, listed_in="its seal").verified("a") as file,
+        ):
+            (folder / "a").write_bytes(changed)
+            file.seek(3)
+            file.readinto(bytearray(2))
+
+
+def test_file_that_is_not_in_the_list_or_too_large_is_not_read(folder):
+    (folder / "b").write_bytes(b"unlisted")
+    with pytest.raises(DataError, match=f"{folder}/b is not in its seal"):
+        listed(folder, listed_in="its seal").read("b")
+    with pytest.raises(DataError, match="has 7 bytes, at most 6 are read"):
+        listed(folder).read("a", most=6)
+
+
+def test_verified_file_is_read_forward_only(folder):
+    with (
+        pytest.raises(EOFError, match="is read at byte 1 after byte 4"),
+        listed(folder).verified("a") as file,
+    ):
+        file.seek(4)
+        file.seek(1)
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, pipe, outside])
+def test_file_that_is_none_is_not_opened(folder, harm):
+    harm(folder / "a")
+    with pytest.raises(DataError, match=f"{folder}/a is"):
+        listed(folder).read("a")
