@@ -66,6 +66,7 @@ from forge.checkpoint.save_plan import KeptPlan, KeptPlans, named_tensors
 from forge.cluster.network import available_cores
 from forge.core import failpoints
 from forge.core.errors import DataError, DiskFull, ForgeError, UnfitError
+from forge.core.file_list import FileList, VerifiedFile
 from forge.core.files import disk_trouble
 from forge.launch.process_group import World, named
 from forge.launch.torch_private import (
@@ -425,12 +426,17 @@ def load_state(
     )
 
 
-def read_tensors(state: dict[str, Any], folder: Path, **dcp_options: Any) -> None:
+def read_tensors(
+    state: dict[str, Any], folder: Path, files: FileList | None = None, **dcp_options: Any
+) -> None:
     """Fill the tensors of `state` in place from a checkpoint directory.
 
-    Raises DataError when names, shapes or files do not fit, UnfitError when the disk reports an error.
+    files: of the checkpoint, with their digests: each file of which a tensor is read is read once, as a
+    whole, and the digest is that of the very bytes that the tensors get. Without it digests are not
+    looked at. Raises DataError when names, shapes or files do not fit, UnfitError when the disk reports
+    an error.
     """
-    reader = SafeReader(folder)
+    reader = SafeReader(folder, files)
     try:
         with warnings.catch_warnings():
             # Loading in a single process is intended.
@@ -457,23 +463,32 @@ def read_tensors(state: dict[str, Any], folder: Path, **dcp_options: Any) -> Non
 class SafeReader(FileSystemReader):
     """DCP's reader for the files of TensorWriter. Reads the index without running code from it.
 
-    index_error: why the index could not be read. DCP of torch 2.11 drops errors of `read_metadata`.
+    files: as for `read_tensors`. index_error: why the index could not be read. DCP of torch 2.11 drops
+    errors of `read_metadata`.
     """
 
     index_error: ForgeError | None = None
 
+    def __init__(self, folder: Path, files: FileList | None = None) -> None:
+        super().__init__(folder)
+        self._files = files
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """DCP's hook. Raises DataError, UnfitError."""
+        path = Path(self.path) / INDEX
         try:
-            tensors = Index.read(Path(self.path) / INDEX).tensors
+            if self._files:
+                index = Index.parse(self._files.read(INDEX, Index.MAX_BYTES), path)
+            else:
+                index = Index.read(path)
         except ForgeError as err:
             self.index_error = err
             raise
         return Metadata(
-            state_dict_metadata={name: _entry(tensor) for name, tensor in tensors.items()},
+            state_dict_metadata={name: _entry(tensor) for name, tensor in index.tensors.items()},
             storage_data={
                 MetadataIndex(name, part.offset): StorageInfo(part.file, part.start, part.bytes)
-                for name, tensor in tensors.items()
+                for name, tensor in index.tensors.items()
                 for part in tensor.parts
             },
             storage_meta=StorageMeta(load_id=self.load_id),
@@ -487,14 +502,15 @@ class SafeReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """DCP's hook: read what this rank needs. Raises OSError, and EOFError for a truncated file."""
-        failpoints.reach("load.read", Path(self.path))
+        path = Path(self.path)
+        failpoints.reach("load.read", path)
 
         def where(item: ReadItem) -> tuple[str, int]:
             info = self.storage_data[item.storage_index]
             return info.relative_path, info.offset
 
         for name, items in itertools.groupby(sorted(plan.items, key=where), lambda i: where(i)[0]):
-            with open(Path(self.path) / name, "rb") as file:
+            with self._files.verified(name) if self._files else open(path / name, "rb") as file:
                 for item in items:
                     target = planner.resolve_tensor(item).detach()
                     target.copy_(self._read(file, item))
@@ -503,7 +519,7 @@ class SafeReader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _read(self, file: IO[bytes], item: ReadItem) -> torch.Tensor:
+    def _read(self, file: IO[bytes] | VerifiedFile, item: ReadItem) -> torch.Tensor:
         """The requested part of a stored tensor. Where that is whole rows, only these rows are read."""
         kept = self._tensors[item.storage_index.fqn]
         assert isinstance(kept, TensorStorageMetadata)
@@ -516,7 +532,7 @@ class SafeReader(FileSystemReader):
             shape[0], offsets[0] = lengths[0], 0
         tensor = torch.empty(shape, dtype=kept.properties.dtype)
         file.seek(start)
-        if file.readinto(bytes_of(tensor)) != tensor.nbytes:  # type: ignore[attr-defined]
+        if file.readinto(bytes_of(tensor)) != tensor.nbytes:  # type: ignore[union-attr]
             raise EOFError(f"{info.relative_path} ends before {item.storage_index.fqn} does")
         return narrow_tensor_by_index(tensor, offsets, lengths)
 
