@@ -17,7 +17,7 @@ from forge.data.sources import Tokens, open_tokens
 from forge.launch.process_group import World
 from forge.launch.rank_records import LossesResult, LossesTask, RankRecord
 from forge.trainer.documents import find_documents
-from forge.trainer.models.decoder import Decoder, make_decoder, sample
+from forge.trainer.models.decoder import Decoder, make_decoder
 from forge.trainer.numerics import numerics, prepare, reference_batch
 from forge.trainer.parallel import ParallelModel
 from forge.validation.estimates import VALIDATION_BATCH
@@ -61,6 +61,7 @@ class LossEvaluator:
     ) -> None:
         """world: the ranks over which the model is sharded; None: the whole model is on the CPU."""
         self._model, self._world, self._seq_len = model.eval(), world, config.train.seq_len
+        self._model.context = self._seq_len
         self._windows = windows_by_source(tokens, "val", self._seq_len)
         self._eos_id = tokens.eos_id if config.train.document_mask else None
         self._device = world.device if world else torch.device("cpu")
@@ -124,9 +125,7 @@ class LossEvaluator:
         return sum(row[0] for row in table) / num_tokens, num_tokens
 
     def _sample(self, number: int, prompt_ids: list[int], task: LossesTask) -> list[int]:
-        return sample(
-            self._model, prompt_ids, task.sample_tokens, context=self._seq_len, seed=number
-        )
+        return self._model.generate(prompt_ids, task.sample_tokens, seed=number)
 
     def _loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         documents = None

@@ -1,4 +1,4 @@
-"""Interface of every decoder to training, checkpoints and validation; and sampling from one.
+"""Interface of every decoder to training, checkpoints, validation and people.
 
 Shape suffixes: B batch, T tokens of a sample, N all tokens of a batch, D model width, V vocabulary.
 """
@@ -6,14 +6,17 @@ Shape suffixes: B batch, T tokens of a sample, N all tokens of a batch, D model 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from importlib import import_module
+from itertools import islice, takewhile
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, DataError
 from forge.core.models.base import Model
 from forge.trainer.documents import Documents
 from forge.trainer.loss import linear_cross_entropy
@@ -58,6 +61,9 @@ class Decoder(nn.Module):
     """The attribute of the trunk with the norm after the last block."""
     OUTPUT: ClassVar[str] = "lm_head"
     """The attribute with the output layer, beside the trunk."""
+    context: int | None = None
+    """The most tokens that `generate` gives the model to read; None: all. `forge.load` sets it to
+    train.seq_len: positions beyond were never trained."""
 
     def __init__(self, settings: Model, num_ids: int) -> None:
         super().__init__()
@@ -82,6 +88,70 @@ class Decoder(nn.Module):
         if self.output is None:
             return _logits_or_loss(x_BTD, self.embedding.weight, targets_BT, self.compiles_loss)
         return self.output(x_BTD, targets_BT, self.compiles_loss)
+
+    # --- text ---
+
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        num_tokens: int,
+        *,
+        seed: int = 0,
+        temperature: float = 0.8,
+        top_k: int = 50,
+        end_id: int | None = None,
+    ) -> list[int]:
+        """`num_tokens` ids that continue the prompt, which is not among them; fewer where `end_id`, that
+        of the token which ends a text, would follow. Otherwise as `continuation`."""
+        endless = self.continuation(prompt_ids, seed=seed, temperature=temperature, top_k=top_k)
+        with closing(endless) as ids:
+            return list(takewhile(lambda token: token != end_id, islice(ids, num_tokens)))
+
+    @torch.no_grad()
+    def continuation(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        seed: int = 0,
+        temperature: float = 0.8,
+        top_k: int = 50,
+    ) -> Generator[int, None, None]:
+        """Ids that continue the prompt, without an end. Each is drawn from the `top_k` most likely ones
+        by a generator with this seed; with temperature 0 it is the most likely one.
+
+        The model reads the last `context` tokens. There is no KV cache: each token costs a full forward
+        pass. Raises ConfigError on an empty prompt, DataError where logits are not finite. Called on one
+        rank with the whole model, on all ranks with a sharded one.
+        """
+        if not prompt_ids:
+            raise ConfigError(
+                "the prompt has no tokens", fix="give at least one character to continue"
+            )
+        was_training, generator = self.training, torch.Generator().manual_seed(seed)
+        ids = list(prompt_ids)
+        self.eval()
+        try:
+            while True:
+                read = torch.tensor(
+                    [ids[-(self.context or 0) :]], device=self.embedding.weight.device
+                )
+                logits_V = self(read)[0, -1].float().cpu()
+                if not logits_V.isfinite().all():
+                    raise DataError(
+                        f"the logits of the model are not finite after {len(ids)} tokens",
+                        cause="weights that have diverged, or a dtype too narrow for them",
+                        fix="load an earlier checkpoint, or with dtype fp32",
+                    )
+                if temperature == 0:
+                    token = int(logits_V.argmax())
+                else:
+                    top = logits_V.topk(min(top_k, len(logits_V)))
+                    odds = (top.values / temperature).softmax(0)
+                    token = int(top.indices[torch.multinomial(odds, 1, generator=generator)])
+                ids.append(token)
+                yield token
+        finally:
+            self.train(was_training)
 
     # --- what an architecture says of itself ---
 
@@ -162,43 +232,3 @@ def make_decoder(settings: Model, num_ids: int) -> Decoder:
     module = import_module(f"forge.trainer.models.{settings.architecture}_decoder")
     decoder: Decoder = module.DECODER(settings, num_ids)
     return decoder
-
-
-# --- sampling -----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def sample(
-    model: Decoder,
-    prompt_ids: list[int],
-    num_tokens: int,
-    *,
-    context: int,
-    seed: int,
-    temperature: float = 0.8,
-    top_k: int = 50,
-) -> list[int]:
-    """`num_tokens` ids that continue the prompt; with temperature 0 the most likely ones.
-
-    context: the model sees at most this many of the last tokens (train.seq_len: positions beyond it
-    were never trained). There is no KV cache: each token costs a full forward pass, fast enough for
-    the short samples of a report. Raises ConfigError on an empty prompt. Called on one rank with an
-    unsharded model.
-    """
-    if not prompt_ids:
-        raise ConfigError("the prompt has no tokens", fix="give at least one character to continue")
-    was_training = model.training
-    model.eval()
-    generator = torch.Generator().manual_seed(seed)
-    ids = list(prompt_ids)
-    device = model.embedding.weight.device
-    for _ in range(num_tokens):
-        logits_V = model(torch.tensor([ids[-context:]], device=device))[0, -1].float().cpu()
-        if temperature == 0:
-            ids.append(int(logits_V.argmax()))
-            continue
-        top = logits_V.topk(min(top_k, len(logits_V)))
-        choice = torch.multinomial((top.values / temperature).softmax(0), 1, generator=generator)
-        ids.append(int(top.indices[choice]))
-    model.train(was_training)
-    return ids[len(prompt_ids) :]

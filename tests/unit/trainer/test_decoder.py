@@ -26,7 +26,7 @@ from forge.trainer import transforms
 from forge.trainer.initialize import initialized
 from forge.trainer.loss import linear_cross_entropy
 from forge.trainer.models import llama_decoder
-from forge.trainer.models.decoder import Decoder, make_decoder, sample
+from forge.trainer.models.decoder import Decoder, make_decoder
 from forge.trainer.numerics import use_fast_fp32
 
 SMALL = Llama(dim=32, layers=2, heads=4, kv_heads=2)
@@ -347,11 +347,11 @@ print(before, kept, faults())
 @each_architecture
 def test_samples_repeat_with_their_seed_and_leave_the_model_in_training(small: Model) -> None:
     model = initialized(changed(small, dropout=0.5), VOCAB)
-    first = sample(model, [1, 2, 3], 12, context=64, seed=0)
+    first = model.generate([1, 2, 3], 12, seed=0)
     assert len(first) == 12
     assert all(0 <= token < VOCAB for token in first)
-    assert sample(model, [1, 2, 3], 12, context=64, seed=0) == first
-    assert sample(model, [1, 2, 3], 12, context=64, seed=1) != first
+    assert model.generate([1, 2, 3], 12, seed=0) == first
+    assert model.generate([1, 2, 3], 12, seed=1) != first
     assert model.training
 
 
@@ -360,13 +360,13 @@ def test_samples_at_temperature_0_take_the_most_likely_token() -> None:
     ids = [5]
     for _ in range(4):
         ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    assert sample(model, [5], 4, context=64, seed=0, temperature=0) == ids[1:]
-    assert sample(model, [5], 4, context=64, seed=0, top_k=1) == ids[1:]
+    assert model.generate([5], 4, temperature=0) == ids[1:]
+    assert model.generate([5], 4, top_k=1) == ids[1:]
 
 
 def test_empty_prompt_is_refused() -> None:
     with pytest.raises(ConfigError, match="no tokens"):
-        sample(initialized(SMALL, VOCAB), [], 4, context=64, seed=0)
+        initialized(SMALL, VOCAB).generate([], 4)
 
 
 def test_samples_beyond_the_context_use_the_last_tokens():
@@ -374,6 +374,7 @@ def test_samples_beyond_the_context_use_the_last_tokens():
     model = initialized(SMALL, VOCAB)
     seen = []
     model.register_forward_pre_hook(lambda _model, inputs: seen.append(inputs[0].tolist()[0]))
-    made = sample(model, [1, 2, 3], 6, context=4, seed=0)
+    model.context = 4
+    made = model.generate([1, 2, 3], 6)
     ids = [1, 2, 3, *made]
     assert seen == [ids[max(0, end - 4) : end] for end in range(3, 9)]
