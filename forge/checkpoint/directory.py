@@ -112,6 +112,12 @@ def committed(checkpoints: Path) -> list[Path]:
     return sorted((f for f in folders if checkpoint_step(f.name) is not None), key=by_step)
 
 
+def steps_there(checkpoints: Path) -> str:
+    """`the steps 50, 100`: of the committed checkpoints of a run, for messages."""
+    steps = ", ".join(str(_step_of(folder)) for folder in committed(checkpoints))
+    return f"the steps {steps}" if steps else "no checkpoint"
+
+
 def folders(parent: Path) -> list[Path]:
     """Directories that are named as checkpoints, oldest first, with or without a manifest."""
     there = parent.glob(f"{CHECKPOINT_PREFIX}*")

@@ -16,7 +16,7 @@ from forge.checkpoint.manifest import ParentCheckpoint, RecordedConfig
 from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import ConfigError, DataError, OtherFormat
 from forge.core.files import disk_trouble
-from forge.core.paths import RunPaths, checkpoint_name, checkpoint_step
+from forge.core.paths import RunPaths, checkpoint_name
 from forge.core.section import all_values
 
 LATEST = "@latest"  # in the place of @STEP; family.py puts the step there
@@ -84,8 +84,8 @@ def corrupt(config: Config, reasons: list[str]) -> DataError:
     return DataError(
         f"run {config.run}: its parent {config.parent} is corrupt: {'; '.join(reasons)}",
         cause="a disk error, an edit, or the parent run is training and removed it (train.keep_last)",
-        fix=f"name another step: {_steps_there(parent)}; `forge validate {parent.paths.root} --all`"
-        " says which are valid",
+        fix=f"name another step: {directory.steps_there(parent.paths.checkpoints)};"
+        f" `forge validate {parent.paths.root} --all` says which are valid",
     )
 
 
@@ -98,17 +98,11 @@ def _missing(config: Config, parent: Parent) -> ConfigError:
             fix=f"train {parent.run} first, or put it on the same sample sheet",
         )
     return ConfigError(
-        f"{what}{parent.paths.checkpoints} has {_steps_there(parent)}",
+        f"{what}{parent.paths.checkpoints} has {directory.steps_there(parent.paths.checkpoints)}",
         cause="not trained up to that step, removed by train.keep_last, or moved to quarantine",
         fix=f"name an existing step, or train {parent.run} up to step {parent.step} first;"
         " train.keep_every: N in its config keeps every checkpoint at a multiple of N",
     )
-
-
-def _steps_there(parent: Parent) -> str:
-    folders = directory.committed(parent.paths.checkpoints)
-    steps = ", ".join(str(checkpoint_step(folder.name)) for folder in folders)
-    return f"the steps {steps}" if steps else "no checkpoint"
 
 
 def check_fits(config: ResolvedConfig, made_by: RecordedConfig) -> None:

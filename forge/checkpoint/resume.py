@@ -1,6 +1,6 @@
 """Choose the checkpoint of a run. No torch.
 
-- Read-only, for validation, export, report and people: `latest`, `required`, `named`.
+- Read-only, for validation, export, report and people: `latest`, `required`, `named`, `at_step`.
 - Under the run's lock, before training: `repaired_latest` falls back to an older checkpoint where the
   newest one is not complete; then the ranks verify all digests (`newest_verified`).
 - Before a start, without the lock: `check_resumable` says what training would resume from.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from forge.checkpoint import compatibility, directory, parent
 from forge.checkpoint.manifest import MANIFEST
 from forge.core.config import ResolvedConfig
-from forge.core.errors import DataError, OtherFormat, UnfitError
+from forge.core.errors import ConfigError, DataError, OtherFormat, UnfitError
 from forge.core.files import disk_trouble
 from forge.core.paths import (
     CHECKPOINT_PREFIX,
@@ -106,6 +106,19 @@ def named(place: Path) -> directory.Checkpoint:
     if is_checkpoint(place):
         return directory.Checkpoint.open(place.resolve())
     return required(RunPaths(place))
+
+
+def at_step(paths: RunPaths, step: int) -> directory.Checkpoint:
+    """The checkpoint of this step. ConfigError, with the steps that are there, where there is none."""
+    directory.refuse_link(paths.checkpoints)
+    folder = paths.checkpoints / checkpoint_name(step)
+    if folder not in directory.committed(paths.checkpoints):
+        raise ConfigError(
+            f"{paths.root} has no checkpoint of step {step}",
+            cause="not trained up to that step, removed by train.keep_last, or moved to quarantine",
+            fix=f"name another one: {paths.checkpoints} has {directory.steps_there(paths.checkpoints)}",
+        )
+    return directory.Checkpoint.open(folder)
 
 
 def check_still_there(paths: RunPaths, step: int) -> None:
