@@ -11,6 +11,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from forge.checkpoint import directory
 from forge.checkpoint.directory import refuse_link
 from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
@@ -18,14 +20,16 @@ from forge.cluster.lock import lock
 from forge.core.errors import ConfigError, DataError
 from forge.core.file_list import FileEntry, FileList
 from forge.core.files import (
+    RelativePath,
     disk_trouble,
     fsync_folder,
     read_json,
+    read_object,
     read_object_or_empty,
     write_json,
 )
 from forge.core.paths import RunPaths
-from forge.core.records import Exported
+from forge.core.records import Exported, validated
 from forge.core.terminal import progress, say
 
 FORMAT = 1
@@ -54,6 +58,23 @@ def is_exported(target: Path, identity: dict[str, Any]) -> bool:
             fix=f"remove {target} and rerun the command, or name another directory with --to",
         )
     return True
+
+
+def exported_files(folder: Path) -> FileList:
+    """The files of an export, with the digests that its forge.json has. Raises DataError where there is
+    none, or it is not one of Forge's."""
+    path = folder / MANIFEST
+    facts = validated(_ExportFacts, read_object(path, "files"), path)
+    entries = {name: FileEntry(None, digest) for name, digest in facts.files.items()}
+    return FileList(
+        folder, entries, listed_in=MANIFEST, fix="export the run again, or copy the file again"
+    )
+
+
+class _ExportFacts(BaseModel):
+    """Keys of forge.json that are read again."""
+
+    files: dict[RelativePath, str]
 
 
 def record_export(target: Path) -> None:

@@ -113,6 +113,24 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     return LoadedTokenizer(tokenizer, **facts.model_dump())
 
 
+def parse_tokenizer(data: bytes, beside: dict[str, bytes], where: str) -> LoadedTokenizer:
+    """The tokenizer in the bytes of a tokenizer.json, and of files beside it that name its end-of-text
+    token, which the caller has verified. where: their directory, for errors. Raises DataError."""
+    tokenizer = _parse(data, where)
+    found = end_token(tokenizer.get_vocab(), beside)
+    eos_id = tokenizer.token_to_id(found.token) if found else None
+    if found is None or eos_id is None:
+        raise DataError(
+            f"the tokenizer in {where} has no end-of-text token {found.token!r}"
+            if found
+            else f"the tokenizer in {where} does not say which token ends a text",
+            cause=f"{TOKENIZER_CONFIG} was edited",
+        )
+    return LoadedTokenizer(
+        tokenizer, where, digest_bytes(data), _vocab_size(tokenizer), found.token, eos_id
+    )
+
+
 class _Facts(BaseModel):
     """Required keys of a tokenizer's manifest; the others record where the tokenizer came from."""
 

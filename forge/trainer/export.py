@@ -10,9 +10,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +17,18 @@ import blake3
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from forge.checkpoint import compatibility, directory, resume, storage
+from forge.checkpoint import directory, resume, storage
 from forge.checkpoint.export_folder import FORMAT, MANIFEST, atomic_directory, is_exported
 from forge.cluster.lock import lock
-from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.file_list import described
 from forge.core.files import atomic_open, grouped, write_json
-from forge.core.models.base import Model
-from forge.core.paths import TOKENIZER, RunPaths, tokenizer_folder
-from forge.core.records import Trained, Validation
+from forge.core.paths import TOKENIZER, RunPaths
+from forge.core.records import Validation
 from forge.core.terminal import progress, say
 from forge.data.end_token import TOKENIZER_CONFIG
-from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
-from forge.trainer.models.decoder import make_decoder
+from forge.trainer.saved_model import SavedModel, check_final_weights, not_pruned
 
 CARD = "README.md"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -57,15 +50,15 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
         "checkpoint_digest": checkpoint.digest,
         "dtype": dtype,
     }
-    with lock(target.parent, "export", name=f".{target.name}.lock"), _not_pruned(checkpoint):
+    with lock(target.parent, "export", name=f".{target.name}.lock"), not_pruned(checkpoint):
         if is_exported(target, identity):
             say(f"export of step {checkpoint.step} in {target}: nothing to do")
             return target
-        source = _VerifiedCheckpoint.open(checkpoint, overrides)
+        source = _verified(checkpoint, overrides)
         _ = source.config.model.hf_architecture  # refuses one that transformers does not have
         with atomic_directory(target) as draft:
             weights_digest = _write_weights(draft, source, DTYPES[dtype])
-            _check_final_weights(checkpoint, weights_digest)
+            check_final_weights(checkpoint, weights_digest)
             _write_configs(draft, source, dtype)
             _write_tokenizer(draft, source)
             _write_manifest(draft, source, {**identity, "weights_digest": weights_digest})
@@ -84,93 +77,21 @@ def _default_target(checkpoint: directory.Checkpoint) -> Path:
     return paths.exports / checkpoint.folder.name
 
 
-@contextmanager
-def _not_pruned(checkpoint: directory.Checkpoint) -> Iterator[None]:
-    """Raise DataError where the run, which is training, prunes the checkpoint while it is read."""
-    try:
-        yield
-    except (DataError, FileNotFoundError):
-        if checkpoint.folder.exists():
-            raise
+def _verified(checkpoint: directory.Checkpoint, overrides: dict[str, Any]) -> SavedModel:
+    """The model of a checkpoint whose digests are right. Raises DataError, as `SavedModel.open`."""
+    if bad := list(checkpoint.bad_files()):
         raise DataError(
-            f"{checkpoint.folder} was removed while it was read",
-            cause="the run is training and keeps only its newest checkpoints",
-            fix="rerun the command, or raise train.keep_last",
-        ) from None
-
-
-# --- the checkpoint to export -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _VerifiedCheckpoint:
-    """A checkpoint whose digests are verified, with the config and the tokenizer of its lineage."""
-
-    checkpoint: directory.Checkpoint
-    config: ResolvedConfig
-    tokenizer: LoadedTokenizer
-    tokenizer_file: Path
-    shapes: dict[str, torch.Size]
-    """Shapes of the weights, sorted by name; all weights are fp32."""
-
-    @classmethod
-    def open(
-        cls, checkpoint: directory.Checkpoint, overrides: dict[str, Any]
-    ) -> _VerifiedCheckpoint:
-        if bad := list(checkpoint.bad_files()):
-            raise DataError(
-                f"checkpoint {checkpoint.folder} is corrupt: {'; '.join(bad)}",
-                cause="a disk error, an interrupted copy, or an edit",
-                fix="export another checkpoint: name its directory instead of the run's",
-            )
-        lineage = checkpoint.manifest.lineage
-        config = checkpoint.config(overrides)
-        compatibility.check_compatible(config, checkpoint)
-        folder = tokenizer_folder(config.data, config.ids.tokenizer)
-        if not folder.is_dir():
-            raise DataError(
-                f"the tokenizer of {checkpoint.folder} is not in {folder}",
-                cause="this is not the project's directory, or `data` was moved",
-                fix="give the current path of `data`: --data=FOLDER",
-            )
-        tokenizer = load_tokenizer(folder)
-        digests = {**lineage.data_digests, "tokenizer": tokenizer.digest}  # no tokens are read
-        compatibility.check_same_data(checkpoint, digests)
-        shapes = _shapes(checkpoint, config.model, tokenizer.vocab_size)
-        return cls(checkpoint, config, tokenizer, folder / TOKENIZER, shapes)
-
-
-def _shapes(
-    checkpoint: directory.Checkpoint, model: Model, vocab_size: int
-) -> dict[str, torch.Size]:
-    """Shape of each weight. DataError where the checkpoint's weights are not those of its config."""
-    weights = make_decoder(model, vocab_size).state_dict()  # names and shapes, without memory
-    wanted = {name: tensor.shape for name, tensor in weights.items()}
-    index = storage.SafeReader(checkpoint.folder).read_metadata()
-    stored = {
-        name.removeprefix("model."): entry.size
-        for name, entry in index.state_dict_metadata.items()
-        if name.startswith("model.")
-        and isinstance(entry, TensorStorageMetadata)
-        and entry.properties.dtype == torch.float32
-    }
-    wrong = sorted(
-        name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name)
-    )
-    if wrong:
-        name = wrong[0]
-        raise DataError(
-            f"{len(wrong)} weights in {checkpoint.folder} are not those of its config: {name} is"
-            f" {stored.get(name, 'missing')}, not {wanted.get(name, 'expected')}",
-            cause="checkpoint.json was edited, or belongs to another checkpoint",
+            f"checkpoint {checkpoint.folder} is corrupt: {'; '.join(bad)}",
+            cause="a disk error, an interrupted copy, or an edit",
+            fix="export another checkpoint: name its directory instead of the run's",
         )
-    return dict(sorted(wanted.items()))
+    return SavedModel.open(checkpoint, overrides)
 
 
 # --- weights ------------------------------------------------------------------------------------
 
 
-def _write_weights(draft: Path, source: _VerifiedCheckpoint, dtype: torch.dtype) -> str:
+def _write_weights(draft: Path, source: SavedModel, dtype: torch.dtype) -> str:
     """Write all weights file by file; the digest of the fp32 weights, as in the checkpoint."""
     hasher = blake3.blake3()
     groups = list(grouped(source.shapes, lambda name: 4 * source.shapes[name].numel(), FILE_BYTES))
@@ -216,25 +137,10 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _check_final_weights(checkpoint: directory.Checkpoint, weights_digest: str) -> None:
-    """DataError where these are not the weights that a finished run has recorded for its last step."""
-    paths = RunPaths.of_checkpoint(checkpoint.folder)
-    if paths is None or not paths.trained.exists():
-        return
-    goal = Trained.read(paths.trained)
-    if goal.step == checkpoint.step and goal.weights_digest != weights_digest:
-        raise DataError(
-            f"the weights in {checkpoint.folder} have digest {weights_digest[:12]}, {paths.trained} has"
-            f" {goal.weights_digest[:12]}",
-            cause="files of another checkpoint were copied into this one",
-            fix=f"look at it: forge validate {checkpoint.folder}",
-        )
-
-
 # --- configs, tokenizer, manifest, card ---------------------------------------------------------
 
 
-def _write_configs(draft: Path, source: _VerifiedCheckpoint, dtype: str) -> None:
+def _write_configs(draft: Path, source: SavedModel, dtype: str) -> None:
     """Write config.json and generation_config.json, as transformers 4 and 5 read them.
 
     Without a begin-of-text token, which training does not use, and without dropout, which transformers
@@ -258,7 +164,7 @@ def _write_configs(draft: Path, source: _VerifiedCheckpoint, dtype: str) -> None
     write_json(draft / "generation_config.json", generation)
 
 
-def _write_tokenizer(draft: Path, source: _VerifiedCheckpoint) -> None:
+def _write_tokenizer(draft: Path, source: SavedModel) -> None:
     """Write tokenizer.json and tokenizer_config.json, which give the ids that training used.
 
     One difference is intended: a text that contains the end-of-text token gives its id, as users of
@@ -287,7 +193,7 @@ def _write_tokenizer(draft: Path, source: _VerifiedCheckpoint) -> None:
     write_json(draft / TOKENIZER_CONFIG, settings)
 
 
-def _write_manifest(draft: Path, source: _VerifiedCheckpoint, facts: dict[str, Any]) -> None:
+def _write_manifest(draft: Path, source: SavedModel, facts: dict[str, Any]) -> None:
     """Write forge.json, the lineage with the digest of each file, and the model card in README.md."""
     lineage = source.checkpoint.manifest.lineage
     names = sorted(path.name for path in draft.iterdir())
@@ -309,7 +215,7 @@ def _write_manifest(draft: Path, source: _VerifiedCheckpoint, facts: dict[str, A
         file.write(_card(source, facts))
 
 
-def _card(source: _VerifiedCheckpoint, facts: dict[str, Any]) -> str:
+def _card(source: SavedModel, facts: dict[str, Any]) -> str:
     model, loss = source.config.model, _validation_loss(source.checkpoint, facts)
     weights = sum(shape.numel() for shape in source.shapes.values())
     train = source.config.train
@@ -347,7 +253,7 @@ what made them, from the text files on: `forge verify FOLDER`.
 """
 
 
-def _origin(source: _VerifiedCheckpoint) -> str:
+def _origin(source: SavedModel) -> str:
     init = source.config.model.init
     from_weights = source.checkpoint.manifest.lineage.model and init
     return (

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -14,6 +16,7 @@ from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Artifact
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
+from forge.core.file_list import FileList
 from forge.core.models.base import Model
 from forge.core.paths import MANIFEST, model_folder
 from forge.core.terminal import say
@@ -23,7 +26,13 @@ from forge.launch.process_group import World
 from forge.trainer.initialize import own_rows
 from forge.trainer.models.decoder import Decoder, make_decoder
 
-DTYPES = ("F64", "F32", "F16", "BF16")
+# Types of weights, as safetensors names them.
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+}
 ROWS_AT_ONCE = 2**14  # of two matrices that are compared
 
 
@@ -78,9 +87,13 @@ def load(decoder: Decoder, config: ResolvedConfig, world: World) -> None:
 
 
 @torch.no_grad()
-def read(decoder: Decoder, files: Sequence[Path]) -> None:
-    """Fill the parameters of a decoder from safetensors files; of a sharded one this rank's rows."""
-    with _Tensors(files, decoder.settings) as tensors:
+def read(decoder: Decoder, files: Sequence[Path], digests: FileList | None = None) -> None:
+    """Fill the parameters of a decoder from safetensors files; of a sharded one this rank's rows.
+
+    digests: of these files: each is read into memory as a whole, and verified there. Raises DataError
+    for one that has changed, and for tensors that do not fit.
+    """
+    with _Tensors(files, decoder.settings, digests) as tensors:
         tensors.refuse_misfits()
         for name, parameter in decoder.named_parameters():
             local, first, _ = own_rows(parameter)
@@ -90,10 +103,13 @@ def read(decoder: Decoder, files: Sequence[Path]) -> None:
 
 
 class _Tensors:
-    """The tensors of a model in several safetensors files; nothing is read until rows are taken."""
+    """The tensors of a model in several safetensors files; nothing is read until rows are taken, but for
+    files with digests (as for `read`)."""
 
-    def __init__(self, files: Sequence[Path], settings: Model) -> None:
-        self._files, self._settings = files, settings
+    def __init__(
+        self, files: Sequence[Path], settings: Model, digests: FileList | None = None
+    ) -> None:
+        self._files, self._settings, self._digests = files, settings, digests
         assert settings.vocab_size
         self._decoder = make_decoder(settings, settings.vocab_size)  # for names and shapes
         self._stack = ExitStack()
@@ -102,7 +118,11 @@ class _Tensors:
     def __enter__(self) -> _Tensors:
         for path in self._files:
             try:
-                file: Any = self._stack.enter_context(safe_open(path, framework="pt"))
+                file: Any = (
+                    _InMemory(self._digests.read(path.name))
+                    if self._digests
+                    else self._stack.enter_context(safe_open(path, framework="pt"))
+                )
             except (SafetensorError, OSError) as err:
                 raise DataError(
                     f"{path} cannot be read as safetensors: {err}",
@@ -158,8 +178,10 @@ class _Tensors:
             part = self._slice(name)
             if (shape := list(part.get_shape())) != wanted[name]:
                 wrong.append(f"{name} has shape {shape}, the model {wanted[name]}")
-            elif part.get_dtype() not in DTYPES:
-                wrong.append(f"{name} has type {part.get_dtype()}, not one of {', '.join(DTYPES)}")
+            elif part.get_dtype() not in DTYPES.values():
+                wrong.append(
+                    f"{name} has type {part.get_dtype()}, not one of {', '.join(DTYPES.values())}"
+                )
         if wrong:
             more = f", and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise DataError(
@@ -188,3 +210,30 @@ class _Tensors:
                 cause="an output layer that was trained by itself; transformers uses both matrices",
                 fix="in a copy of the weights (model.init.path) set tie_word_embeddings to false",
             )
+
+
+class _InMemory:
+    """The content of a safetensors file; `_Tensors` asks it as it asks what `safe_open` gives."""
+
+    def __init__(self, content: bytes) -> None:
+        self._tensors = safetensors.torch.load(content)
+
+    def keys(self) -> list[str]:
+        return [*self._tensors]
+
+    def get_slice(self, name: str) -> _TensorInMemory:
+        return _TensorInMemory(self._tensors[name])
+
+
+@dataclass(frozen=True)
+class _TensorInMemory:
+    tensor: torch.Tensor
+
+    def __getitem__(self, rows: Any) -> torch.Tensor:
+        return self.tensor[rows]
+
+    def get_shape(self) -> list[int]:
+        return [*self.tensor.shape]
+
+    def get_dtype(self) -> str:
+        return DTYPES.get(self.tensor.dtype, str(self.tensor.dtype))

@@ -54,7 +54,7 @@ TENSORS = {
         "trainer.start",
         "trainer.loop",
     ),
-    *("trainer.export",),
+    *("trainer.export", "trainer.saved_model"),
     "trainer.pretrained",
     *("preflight.rank_probe", "validation.replay_rank", "validation.rank_losses"),
     *(
