@@ -159,11 +159,11 @@ def is_terminal(stream: IO[str]) -> bool:
 # --- lines and tables on standard output -----------------------------------------------------------
 
 
-def print_plain(text: str) -> None:
+def print_plain(text: str, end: str = "\n") -> None:
     """Print text to standard output. Characters that its encoding lacks are escaped, so that a sample or
     a log never ends in a UnicodeEncodeError."""
     encoding = sys.stdout.encoding or "utf-8"
-    print(visible(text).encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    print(visible(text).encode(encoding, "backslashreplace").decode(encoding), end=end, flush=True)
 
 
 def one_line(text: str) -> str:

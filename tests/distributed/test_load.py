@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support import pages
 from support.live_run import Run
 from support.saved import make_digests_right, state_of
 
@@ -114,6 +115,17 @@ def test_run_is_found_by_its_name_in_the_directory_of_the_project(llama, tmp_pat
     (project / "config/config.yaml").write_text(json.dumps(values))
     monkeypatch.chdir(project)
     assert_equal(package.load(llama.folder.name)[0], weights_at(llama, 12))
+
+
+def test_block_of_the_page_runs_as_it_is_written(llama, tmp_path, monkeypatch, capsys):
+    [block] = [b for b in pages.blocks() if (b.page, b.kind) == ("docs/commands.md", "python")]
+    llama.copy(tmp_path / "results/base")
+    (tmp_path / "data").symlink_to(data_of(llama))
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    exec(block.text, names)
+    assert capsys.readouterr().out.strip()
+    assert names["logits"].shape[:2] == (1, len(names["ids"]))
 
 
 def test_losses_are_those_that_training_recorded(run):

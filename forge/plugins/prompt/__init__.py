@@ -1,0 +1,1 @@
+"""Prompt: text that continues a prompt, by a run's checkpoint."""
