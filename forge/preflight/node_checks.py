@@ -422,7 +422,7 @@ def _gpus(ranks: int) -> Check:
 def _cuda() -> Check:
     """Whether torch is a build for CUDA, and this node's driver runs it."""
     driver, cuda = packages.driver_version(), packages.cuda_of_torch()
-    fix = "install the build for the CUDA of this driver (docs/new-cluster.md, step 4)"
+    fix = "install the build for the CUDA of this driver (docs/new-cluster.md, step 3)"
     if cuda == "cpu":
         message = f"torch {version('torch')} is a build for CPUs"
         return Check("cuda", "fail", message, fix, cause="pip found no other")

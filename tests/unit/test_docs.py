@@ -306,6 +306,42 @@ def test_a_new_variable_is_noticed(tmp_path: Path, code: str, name: str) -> None
     assert used_in_python([tmp_path / "new.py"]) == {name}
 
 
+# --- steps of docs/new-cluster.md -----------------------------------------------------------------
+
+# Who names a step of the page, and the word that it is about.
+NAMES_A_STEP = {
+    "docs/installation.md": "wheelhouse",
+    "config/labs/bert-cpu/README.md": "wheelhouse",
+    "forge/preflight/node_checks.py": "CUDA",
+}
+STEP_OF_PAGE = r"step (\d+) of \[[^]]*new-cluster|new-cluster\.md, step (\d+)"
+
+
+def steps_of_new_cluster() -> dict[int, str]:
+    """Number -> text, in the order of the page."""
+    text = (ROOT / "docs/new-cluster.md").read_text()
+    _, *parts = re.split(r"^\*\*(\d+)\. ", text, flags=re.M)
+    numbers = [int(number) for number in parts[::2]]
+    assert numbers == list(range(1, len(numbers) + 1))
+    return dict(zip(numbers, parts[1::2], strict=True))
+
+
+def test_steps_of_a_new_cluster_that_others_name_are_about_that() -> None:
+    """The message about a build for another CUDA named the step of the interfaces."""
+    folders = ("docs", "config", "profiles", "forge", "workflow")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.*") if path.is_file()]
+    found = [
+        (str(path.relative_to(ROOT)), int(one or other))
+        for path in (*ROOT.glob("*.md"), *files)
+        if path.suffix in (".md", ".py", ".yaml", ".smk")
+        for one, other in re.findall(STEP_OF_PAGE, path.read_text())
+    ]
+    assert {name for name, _ in found} == NAMES_A_STEP.keys()
+    steps = steps_of_new_cluster()
+    for name, number in found:
+        assert NAMES_A_STEP[name] in steps[number], f"{name}: step {number}"
+
+
 # --- all pages ------------------------------------------------------------------------------------
 
 

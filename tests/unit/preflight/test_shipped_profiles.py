@@ -170,7 +170,7 @@ def test_driver_too_old_for_the_build_that_pip_takes_is_refused_by_both_versions
         check.message
         == "torch is for CUDA 13.0.96, which needs NVIDIA driver 580; this is 550.54.15"
     )
-    assert "docs/new-cluster.md, step 4" in check.fix
+    assert "docs/new-cluster.md, step 3" in check.fix
 
 
 def test_older_driver_with_the_forward_compatibility_package_passes(cuda, tmp_path, monkeypatch):
