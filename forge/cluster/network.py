@@ -12,7 +12,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -161,11 +161,13 @@ def uses_rdma(fabric: Fabric) -> str:
     return "fabric.infiniband: always" if fabric.infiniband == "always" else ""
 
 
-def choose_interface(fabric: Fabric, master: str) -> tuple[str | None, str]:
+def choose_interface(
+    fabric: Fabric, master: str, environ: Mapping[str, str] | None = None
+) -> tuple[str | None, str]:
     """This node's interface for the ranks, and why: the interface that the user exported, else the
     loopback interface where they meet there, else the profile's, else InfiniBand with an address, else
-    the route's."""
-    if interface := _exported_interface(fabric):
+    the route's. environ: of the ranks; None: that of this process."""
+    if interface := _exported_interface(fabric, os.environ if environ is None else environ):
         return interface
     if rendezvous.is_loopback(master):
         return interface_towards(rendezvous.LOOPBACK), "all ranks are on this node"
@@ -178,18 +180,39 @@ def choose_interface(fabric: Fabric, master: str) -> tuple[str | None, str]:
     return interface_towards(master), f"routes to {master}"
 
 
-def _exported_interface(fabric: Fabric) -> tuple[str, str] | None:
+def _exported_interface(fabric: Fabric, environ: Mapping[str, str]) -> tuple[str, str] | None:
     """The interface in GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME (of the backend first) or IB_IFNAME, and
     the variable's name. NCCL's lists, prefixes and exclusions name none, and are left to NCCL."""
     names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
     if fabric.backend == "nccl":
         names.reverse()
     for name in (*names, "IB_IFNAME"):
-        value = os.environ.get(name, "")
+        value = environ.get(name, "")
         is_name = re.fullmatch(r"[\w.-]+", value)
         if is_name and (name != "NCCL_SOCKET_IFNAME" or value in psutil.net_if_addrs()):
             return value, f"your exported {name}"
     return None
+
+
+def fits(pattern: str, names: Iterable[str]) -> bool:
+    """Whether NCCL finds one of these interfaces, or ports such as `mlx5_0:1`, by NCCL_SOCKET_IFNAME or
+    NCCL_IB_HCA: prefixes separated by commas; `=` before them means whole names, `^` all others."""
+    excludes = pattern.startswith("^")
+    pattern = pattern.removeprefix("^")
+    is_exact = pattern.startswith("=")
+    wanted = [one.partition(":") for one in pattern.removeprefix("=").split(",") if one]
+
+    if not wanted:  # as if it were not set
+        return True
+
+    def is_wanted(name: str) -> bool:
+        device, _, port = name.partition(":")
+        return any(
+            (device == one if is_exact else device.startswith(one)) and number in ("", port)
+            for one, _, number in wanted
+        )
+
+    return any(is_wanted(name) != excludes for name in names)
 
 
 # Compute nodes have no internet access: a download would wait for minutes, then fail.

@@ -14,7 +14,7 @@ from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import EnvironmentSettings, Machine
 from forge.core.memory import Shape
-from forge.core.process import hostname
+from forge.core.process import hostname, user_threads
 from forge.core.records import LaunchEnvironment
 from forge.core.terminal import say
 from forge.core.train_settings import (
@@ -71,6 +71,11 @@ class Placement:
             return self.environment
         known = self.environment or LaunchEnvironment(variables=[], modules=[], container=None)
         return known.model_copy(update={"container": self.container.recorded()})
+
+    @property
+    def threads(self) -> str | None:
+        """OMP_NUM_THREADS that ranks get of machine.yaml or of the user; None where Forge chooses it."""
+        return self.variables.get("OMP_NUM_THREADS") or user_threads()
 
     @property
     def is_here(self) -> bool:

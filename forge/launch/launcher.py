@@ -27,7 +27,7 @@ from forge.core.files import read_object_or_empty, write_json
 from forge.core.hooks import BeginLaunch, RunDirectories
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, kernels_folder
-from forge.core.process import Process, hostname, stop_with_parent, user_threads
+from forge.core.process import Process, hostname, stop_with_parent
 from forge.core.records import StageRecord
 from forge.core.terminal import duration, say
 from forge.launch import lost_ranks
@@ -147,7 +147,7 @@ def _spec(
         job=job.id if job else None,
         restart=job.restarts if job else 0,
         cpus_per_rank=job.cpus_per_task if job else None,
-        threads=placement.variables.get("OMP_NUM_THREADS") or user_threads(),
+        threads=placement.threads,
         variables=dict(placement.variables),
         kernels=str(kernels_folder(paths.root).absolute()) if isinstance(task, TrainTask) else "",
     )

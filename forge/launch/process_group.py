@@ -363,7 +363,8 @@ def joined(rank: Rank, machine: Machine) -> Iterator[World]:
             f"rank {rank.rank} of {rank.world_size} could not join at {master}: {err}",
             cause="a rank did not start, or the interface"
             f" {os.environ.get('GLOO_SOCKET_IFNAME', '(torch chose it)')} does not reach the others",
-            fix="run forge preflight; see fabric.interface in profiles/README.md",
+            fix="name the network that all nodes share: fabric.interface, fabric.interfaces or"
+            " fabric.master_addr in profiles/README.md",
         ) from err
     assert control is not None
     yield World(rank, device, backend, control)

@@ -15,7 +15,7 @@ import socketserver
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -65,6 +65,23 @@ class Wanted:
     ranks_per_node: int
     program: WantedProgram | None  # None where Forge's own trainer trains
     master: str  # host name or address of the rendezvous; "" where this node is the only one
+    variables: dict[str, str]  # of machine.yaml and its modules, which ranks get in addition
+    threads: str | None  # OMP_NUM_THREADS of the ranks; None where Forge chooses it
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """Variables of the ranks on this node, without those that Forge sets."""
+        return {**os.environ, **self.variables}
+
+    def source_of(self, name: str) -> str:
+        """A variable of the ranks with what sets it."""
+        return f"{name} of machine.yaml" if name in self.variables else f"your exported {name}"
+
+    def without(self, name: str) -> str:
+        """What to do so that ranks do not get this variable any more."""
+        if name in self.variables:
+            return f"remove {name} from environment in machine.yaml"
+        return f"unset {name}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +119,7 @@ class NodeAnswer:
 
 def check_node(wanted: Wanted) -> NodeAnswer:
     """The checks of this node, and its facts."""
-    interface, _ = network.choose_interface(wanted.machine.fabric, wanted.master or "127.0.0.1")
+    interface, _ = _chosen_interface(wanted, wanted.environ)
     folder = _results_folder(wanted)
     # Before a write, which would make a directory of this name on the node's own disk.
     written = write_results(folder) if folder.is_dir() else Written(_unseen(folder))
@@ -156,8 +173,10 @@ def node_checks(wanted: Wanted, results_check: Check) -> Iterator[Check]:
         "open files allowed",
         "raise the hard limit: ulimit -Hn 4096, or ask the administrator",
     )
-    yield _cores(wanted.ranks_per_node)
-    yield _interface(machine, wanted.master)
+    yield _cores(wanted)
+    yield _interface(wanted)
+    if ports := _ports(wanted):
+        yield ports
     if network.uses_rdma(machine.fabric):
         yield _rdma(machine.fabric)
         yield _locked_memory()
@@ -337,28 +356,59 @@ def at_least(name: str, measured: float, needed: float, unit: str, fix: str) -> 
     return Check(name, "ok", message) if measured >= needed else Check(name, "fail", message, fix)
 
 
-def _cores(ranks: int) -> Check:
-    cores = network.available_cores()
+def _cores(wanted: Wanted) -> Check:
+    cores, ranks = network.available_cores(), wanted.ranks_per_node
     message = f"{cores} cores for {ranks} ranks"
     if cores < ranks:
         return Check("cores", "warn", message, "use fewer ranks: they share cores and run slower")
+    name, first = "OMP_NUM_THREADS", (wanted.threads or "1").partition(",")[0].strip()
+    # OpenMP takes all cores where it cannot read the number.
+    threads = int(first) if first.isdecimal() and int(first) else cores
+    if threads * ranks > cores:
+        own = cores // ranks
+        return Check(
+            "cores",
+            "warn",
+            f"{wanted.source_of(name)}={wanted.threads}: {threads} threads x {ranks} ranks on"
+            f" {cores} cores, so that threads wait for each other and steps are slower",
+            f"{wanted.without(name)}: Forge then gives each rank {own}, its share of the cores",
+        )
     return Check("cores", "ok", message)
 
 
-def _interface(machine: Machine, master: str) -> Check:
-    here = machine.fabric.interfaces.get(hostname())
+def _chosen_interface(wanted: Wanted, environ: Mapping[str, str]) -> tuple[str | None, str]:
+    return network.choose_interface(
+        wanted.machine.fabric, wanted.master or rendezvous.LOOPBACK, environ
+    )
+
+
+def _interface(wanted: Wanted) -> Check:
+    fabric, master = wanted.machine.fabric, wanted.master
+    here = fabric.interfaces.get(hostname())
     key = f"fabric.interfaces.{hostname()}" if here else "fabric.interface"
-    wanted = here or machine.fabric.interface
-    there = psutil.net_if_stats()
-    if wanted and not (wanted in there and there[wanted].isup):
-        up = ", ".join(sorted(name for name, state in there.items() if state.isup))
+    configured = here or fabric.interface
+    if configured and (trouble := _trouble_of(configured)):
         return Check(
             "interface",
             "fail",
-            f"{wanted} ({key}) is {'down' if wanted in there else 'not there'}",
-            f"set {key} to one that is up: {up}",
+            f"{configured} ({key}) is {trouble}",
+            f"set {key} to one that is up: {_interfaces_up()}",
         )
-    chosen, reason = network.choose_interface(machine.fabric, master or "127.0.0.1")
+    for name, message in _exported_troubles(wanted):
+        left = {key: value for key, value in wanted.environ.items() if key != name}
+        own, reason = _chosen_interface(wanted, left)
+        or_name = (
+            f"; where that is the wrong one, set fabric.interfaces.{hostname()}. Then remove the run's"
+            " bad_nodes.txt, if there is one"
+        )
+        return Check(
+            "interface",
+            "fail",
+            f"{message}; up here: {_interfaces_up()}",
+            f"{wanted.without(name)}: this node then takes {own} ({reason}){or_name * bool(master)}",
+            cause="for nodes whose interfaces have other names, or misspelt",
+        )
+    chosen, reason = _chosen_interface(wanted, wanted.environ)
     if master and chosen in (None, "lo"):
         return Check(
             "interface",
@@ -368,6 +418,67 @@ def _interface(machine: Machine, master: str) -> Check:
             cause=f"{master} does not resolve here, or to a loopback address",
         )
     return Check("interface", "ok", f"{chosen}")
+
+
+def _exported_troubles(wanted: Wanted) -> Iterator[tuple[str, str]]:
+    """Each variable by which the ranks would look for an interface that this node lacks, and the message.
+    Those that ranks do not read here are left out."""
+    environ = wanted.environ
+    chosen, reason = _chosen_interface(wanted, environ)
+    of_gloo = environ.get("GLOO_SOCKET_IFNAME", "")
+    read = [("GLOO_SOCKET_IFNAME", one) for one in of_gloo.split(",")]
+    if chosen and reason.startswith("your exported "):
+        read.append((reason.split()[-1], chosen))
+    for name, interface in read:
+        if interface and (trouble := _trouble_of(interface)):
+            yield name, f"{interface} ({wanted.source_of(name)}) is {trouble}"
+    name, usable = "NCCL_SOCKET_IFNAME", filter(_has_address, psutil.net_if_addrs())
+    pattern = environ.get(name, "")
+    if pattern and _uses_nccl(wanted.machine) and not network.fits(pattern, usable):
+        yield name, f"{pattern} ({wanted.source_of(name)}) is no interface of this node"
+
+
+def _trouble_of(interface: str) -> str:
+    """Why ranks cannot use this interface; "" where they can."""
+    there = psutil.net_if_stats()
+    if interface not in there:
+        return "not there"
+    if not there[interface].isup:
+        return "down"
+    return "" if _has_address(interface) else "without an address"
+
+
+def _interfaces_up() -> str:
+    return ", ".join(name for name in sorted(psutil.net_if_stats()) if not _trouble_of(name))
+
+
+def _has_address(interface: str) -> bool:
+    families = {address.family for address in psutil.net_if_addrs().get(interface, [])}
+    return bool(families & {socket.AF_INET, socket.AF_INET6})
+
+
+def _uses_nccl(machine: Machine) -> bool:
+    has_gpus = machine.device != "cpu" and network.count_gpus() > 0
+    return machine.fabric.backend == "nccl" or (machine.fabric.backend == "auto" and has_gpus)
+
+
+def _ports(wanted: Wanted) -> Check | None:
+    """A check that does not pass where NCCL_IB_HCA names no active port of this node; else None."""
+    name, fabric, ports = "NCCL_IB_HCA", wanted.machine.fabric, network.active_ports()
+    devices = wanted.environ.get(name, "")
+    if not devices or not _uses_nccl(wanted.machine) or fabric.infiniband == "never":
+        return None
+    there = [f"{port.device}:{port.number}" for port in ports]
+    if network.fits(devices, there) or (network.uses_rdma(fabric) and not ports):
+        return None  # the latter: a container may hide them
+    return Check(
+        "ports",
+        "fail" if ports and wanted.master else "warn",
+        f"{devices} ({wanted.source_of(name)}) is no active port of this node; active here:"
+        f" {', '.join(there) or 'none'}",
+        f"{wanted.without(name)}: NCCL then takes the ports that are active",
+        cause="NCCL would use sockets in place of InfiniBand or RoCE, many times slower",
+    )
 
 
 def _rdma(fabric: Fabric) -> Check:
@@ -471,9 +582,12 @@ def listen(machine: Machine, master: str) -> Listener:
     interface, reason = network.choose_interface(machine.fabric, master)
     address = _address_of(interface)
     if not address:
+        exported = reason.startswith("your exported ")
         raise UnfitError(
             f"{interface or 'no interface'} ({reason}) has no IPv4 address",
-            fix=f"set fabric.interfaces.{hostname()} in machine.yaml",
+            fix=f"unset {reason.split()[-1]}"
+            if exported
+            else f"set fabric.interfaces.{hostname()} in machine.yaml",
         )
     server = _Server(("", 0), _Echo)
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -284,6 +284,8 @@ def _wanted(
             ranks_per_node=layout.ranks_per_node,
             program=programs.get(host),
             master="" if placement.is_here else master,
+            variables=dict(placement.variables),
+            threads=placement.threads,
         )
         for host in placement.hosts
     }

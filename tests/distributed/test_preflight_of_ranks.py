@@ -36,11 +36,22 @@ def test_two_healthy_ranks_pass_and_json_and_table_say_the_same(runs):
     assert table.drop(columns="where").to_dict("records") == everything
 
 
-def test_interface_that_is_not_there_is_named_and_no_rank_started(runs):
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("fabric.interface=none0", "none0 (fabric.interface) is not there"),
+        (
+            "environment.variables={GLOO_SOCKET_IFNAME: none0}",
+            "none0 (GLOO_SOCKET_IFNAME of machine.yaml) is not there",
+        ),
+    ],
+)
+def test_interface_that_is_not_there_is_named_and_no_rank_started(runs, setting, said):
     run = runs("unhealthy")
-    outcome = run.forge("preflight", *TWO_RANKS, "--machine.fabric.interface=none0")
+    outcome = run.forge("preflight", *TWO_RANKS, f"--machine.{setting}")
     assert outcome.code == 69
-    assert "none0 (fabric.interface) is not there" in outcome.text
+    assert said in outcome.text
+    assert "run forge preflight" not in outcome.text
     assert read_json(run.paths.preflight)["status"] == "failed"
     assert "none0" in run.paths.preflight_table.read_text()
     assert not run.paths.preflight_pass.exists()

@@ -153,6 +153,7 @@ COMPOSED = {
     "NOT reproduced: steps …, trained on …, again on …",
     "NODE … FAIL answers=fail",
     "interface: ib9 (fabric.interface) is not there",
+    "interface: ib9 (your exported IB_IFNAME) is not there",
     "loss … and gradient norm … on rank … are not finite; the weights were not updated",
 }
 

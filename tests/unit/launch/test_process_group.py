@@ -1,6 +1,8 @@
 """Against a slow disk that looks like a hang, and a lost peer that nobody knows the moment of."""
 
 import pickle
+import re
+import socket
 import time
 from math import inf, isnan, nan
 
@@ -8,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from forge.checkpoint.manifest import StoredFile
+from forge.cluster.rendezvous import JoinError
 from forge.core.errors import UnfitError
 from forge.core.machine import Machine
 from forge.launch import process_group
@@ -30,6 +33,26 @@ def world(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with joined(Rank(0, 0, 1, 1), Machine(device="cpu")) as world:
         yield world
+
+
+def test_ranks_that_do_not_meet_are_told_the_keys_and_not_to_run_what_runs(monkeypatch):
+    """The ranks of a preflight gave the advice to run preflight."""
+    with socket.socket() as taken:  # it does not listen
+        taken.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        machine = Machine(device="cpu", fabric={"timeout_sec": 0.2})
+        with (
+            pytest.raises(
+                JoinError, match=r"rank 1 of 2 could not join at 127\.0\.0\.1:"
+            ) as caught,
+            joined(Rank(1, 1, 2, 2), machine),
+        ):
+            pass
+    assert "preflight" not in caught.value.fix
+    assert {"fabric.interface", "fabric.interfaces", "fabric.master_addr"} <= set(
+        re.findall(r"fabric\.\w+", caught.value.fix)
+    )
 
 
 def test_waiting_for_a_slow_disk_is_progress(world, beats):

@@ -325,7 +325,7 @@ def test_agents_are_asked_to_import_torch_where_it_is_not_known_to_be_in_memory(
     monkeypatch.setattr(compare_nodes, "_master", lambda *_, **__: "n1")
     job = Job("7", "RUNNING", 0, ("n1", "n2"), 1, "main", "x", True, None)
     machine = load_machine(None)
-    wish = Wanted("", "", "", "", machine, 1, None, "n1")
+    wish = Wanted("", "", "", "", machine, 1, None, "n1", {}, None)
     wanted = dict.fromkeys(("n1", "n2"), wish)
     two = Placement(("n1", "n2"), job)
     found = compare_nodes.inspect(

@@ -44,6 +44,7 @@ def wanted(tmp_path):
     (tmp_path / "data/manifest.json").write_text("{}")
     folders = {"results": str(tmp_path / "results"), "data": str(tmp_path / "data")}
     facts = {"staged": "", "digest": "", "ranks_per_node": 1, "program": None, "master": ""}
+    facts |= {"variables": {}, "threads": None}
     return Wanted(**folders, **facts, machine=load_machine(None))
 
 
@@ -162,19 +163,130 @@ def test_more_ranks_than_cores_only_warns(wanted, monkeypatch):
     assert "fewer ranks" in check.fix
 
 
-@pytest.mark.parametrize(("name", "state"), [("ib7", "not there"), ("eth1", "down")])
-def test_interface_that_cannot_serve_fails_and_names_those_that_can(
-    wanted, monkeypatch, name, state
+@pytest.mark.parametrize(
+    ("threads", "status", "message"),
+    [
+        (None, "ok", "2 cores for 2 ranks"),
+        ("1", "ok", "2 cores for 2 ranks"),
+        ("64", "warn", "OMP_NUM_THREADS=64: 64 threads x 2 ranks on 2 cores"),
+        ("2,1", "warn", "OMP_NUM_THREADS=2,1: 2 threads x 2 ranks on 2 cores"),
+        ("many", "warn", "OMP_NUM_THREADS=many: 2 threads x 2 ranks on 2 cores"),  # all of them
+    ],
+)
+def test_more_threads_than_cores_warn_by_the_name_of_the_variable(
+    wanted, monkeypatch, threads, status, message
 ):
-    Stats = namedtuple("Stats", "isup")
-    there = {"lo": Stats(True), "eth1": Stats(False), "eth0": Stats(True)}
+    """OMP_NUM_THREADS=64 of a login shell passed, and every step took longer."""
+    monkeypatch.setattr(network, "available_cores", lambda: 2)
+    check = checks(replace(wanted, threads=threads), ranks=2)["cores"]
+    assert check.status == status and message in check.message
+    fix = "unset OMP_NUM_THREADS: Forge then gives each rank 1, its share of the cores"
+    assert check.fix == (fix if status == "warn" else "")
+    of_machine = replace(wanted, threads=threads, variables={"OMP_NUM_THREADS": threads})
+    if status == "warn":
+        fix = checks(of_machine, ranks=2)["cores"].fix
+        assert fix.startswith("remove OMP_NUM_THREADS from environment in machine.yaml: ")
+
+
+@pytest.fixture
+def interfaces(monkeypatch):
+    """A node with eth0, which leads to the others, eth1, which is down, and eth2 without an address."""
+    Stats, Address = namedtuple("Stats", "isup"), namedtuple("Address", "family address")
+    there = {name: Stats(name != "eth1") for name in ("lo", "eth1", "eth0", "eth2")}
+    addresses = {name: [Address(socket.AF_INET, "10.0.0.1")] for name in ("lo", "eth1", "eth0")}
     monkeypatch.setattr(psutil, "net_if_stats", lambda: there)
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {**addresses, "eth2": []})
+    monkeypatch.setattr(network, "interface_towards", lambda _: "eth0")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "IB_IFNAME", "NCCL_IB_HCA"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "state"), [("ib7", "not there"), ("eth1", "down"), ("eth2", "without an address")]
+)
+@pytest.mark.usefixtures("interfaces")
+def test_interface_that_cannot_serve_fails_and_names_those_that_can(wanted, name, state):
     assert checks(wanted, fabric__interface=name)["interface"] == Check(
         "interface",
         "fail",
         f"{name} (fabric.interface) is {state}",
         "set fabric.interface to one that is up: eth0, lo",
     )
+
+
+@pytest.mark.parametrize("variable", ["IB_IFNAME", "GLOO_SOCKET_IFNAME"])
+@pytest.mark.usefixtures("interfaces")
+def test_exported_interface_that_the_node_lacks_is_named_with_its_variable(
+    wanted, monkeypatch, variable
+):
+    """Only Gloo's error told of it, which names no variable."""
+    monkeypatch.setenv(variable, "ib9")
+    several = replace(wanted, master="n1")
+    assert checks(several)["interface"] == Check(
+        "interface",
+        "fail",
+        f"ib9 (your exported {variable}) is not there; up here: eth0, lo",
+        f"unset {variable}: this node then takes eth0 (routes to n1); where that is the wrong one, set"
+        f" fabric.interfaces.{hostname()}. Then remove the run's bad_nodes.txt, if there is one",
+        "for nodes whose interfaces have other names, or misspelt",
+    )
+    monkeypatch.setenv(variable, "eth0")
+    assert checks(several)["interface"] == Check("interface", "ok", "eth0")
+    of_machine = replace(wanted, variables={variable: "eth1"})
+    check = checks(of_machine)["interface"]
+    assert check.message == f"eth1 ({variable} of machine.yaml) is down; up here: eth0, lo"
+    assert check.fix.startswith(
+        f"remove {variable} from environment in machine.yaml: this node then"
+    )
+
+
+@pytest.mark.usefixtures("interfaces")
+def test_each_interface_of_a_list_for_gloo_must_be_there(wanted, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,lo")
+    assert checks(wanted)["interface"].status == "ok"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0,ib9")
+    assert "ib9 (your exported GLOO_SOCKET_IFNAME)" in checks(wanted)["interface"].message
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"),
+    [
+        *(("eth", True), ("=eth0", True), ("^lo", True), ("ib9,eth0", True), ("^", True)),
+        *(("ib", False), ("=eth", False), ("^eth,lo", False)),
+    ],
+)
+@pytest.mark.usefixtures("interfaces")
+def test_prefixes_and_exclusions_of_nccl_fit_where_one_interface_does(
+    wanted, monkeypatch, value, fits
+):
+    """So that one value serves nodes whose interfaces have different names."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", value)
+    check = checks(wanted, fabric__backend="nccl")["interface"]
+    assert check.status == ("ok" if fits else "fail")
+    told = f"{value} (your exported NCCL_SOCKET_IFNAME) is no interface of this node; up here: eth0, lo"
+    assert fits or check.message == told
+    assert checks(wanted)["interface"].status == "ok"  # Gloo does not read it
+
+
+@pytest.mark.usefixtures("interfaces")
+def test_devices_for_nccl_that_the_node_lacks_are_named(wanted, monkeypatch):
+    port = network.Port("mlx5_0", "1", "InfiniBand", "400 Gb/sec")
+    monkeypatch.setattr(network, "active_ports", lambda: [port])
+    several = replace(wanted, master="n1")
+    for value in ("mlx5", "=mlx5_0:1", "mlx5_7,mlx5_0", "^mlx5_7"):
+        monkeypatch.setenv("NCCL_IB_HCA", value)
+        assert "ports" not in checks(several, fabric__backend="nccl"), value
+    for value in ("mlx5_0:2", "=mlx5", "^mlx5", "mlx4_0"):
+        monkeypatch.setenv("NCCL_IB_HCA", value)
+        check = checks(several, fabric__backend="nccl")["ports"]
+        told = f"{value} (your exported NCCL_IB_HCA) is no active port of this node; active here:"
+        assert (check.status, check.message) == ("fail", f"{told} mlx5_0:1")
+    assert checks(wanted, fabric__backend="nccl")["ports"].status == "warn"  # one node needs none
+    assert "ports" not in checks(several)  # Gloo does not read it
+    monkeypatch.setattr(network, "active_ports", list)
+    check = checks(several, fabric__backend="nccl")["ports"]
+    assert check.status == "warn" and check.message.endswith("active here: none")
+    assert "ports" not in checks(several, fabric__backend="nccl", fabric__infiniband="never")
 
 
 def test_interface_of_this_node_in_the_map_wins_and_is_named_by_its_key(wanted):

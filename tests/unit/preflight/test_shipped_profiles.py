@@ -51,6 +51,7 @@ def checks(machine, folder):
     wanted = Wanted(
         **{"results": str(folder), "data": "", "staged": "", "digest": ""},
         **{"machine": machine, "ranks_per_node": 4, "program": None, "master": "10.32.0.1"},
+        **{"variables": {}, "threads": None},
     )
     written = node_checks.write_results(folder)
     found = node_checks.node_checks(wanted, written.check)
