@@ -1,8 +1,8 @@
 """Document masks (train.document_mask): attention and positions stay inside the documents of a window.
 
 A document ends with its end-of-text token, and the ids alone say where: the loader and its checkpoints
-know nothing of documents. As in torchtitan, OLMo-core and, by default, Megatron-LM, the end-of-text token
-belongs to the document that it ends, and the first token of the next document is its target.
+know nothing of documents. As in OLMo-core and, by default, Megatron-LM, the end-of-text token belongs to
+the document that it ends, and the first token of the next document is its target (in torchtitan none).
 
 Shape suffixes: B windows of a micro-batch, T tokens of a window, N of all windows, H heads, K head width.
 """
