@@ -10,8 +10,10 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from forge.core.config import RUN_NAME, Config, apply_overrides, checked
+from forge.core import hooks
+from forge.core.config import OF_FORGES_TRAINER, RUN_NAME, Config, apply_overrides, checked
 from forge.core.errors import ConfigError
+from forge.core.paths import SHEET
 from forge.core.values import as_cell, read_cell, read_text, shown
 
 # Columns that are not config keys, since they change nothing of what is trained: as in the profile.
@@ -188,12 +190,34 @@ def run_configs(base: dict[str, Any], path: str | Path) -> dict[str, Config]:
     configs = {}
     for row in read_rows(path):
         where = f"{path}, line {row.line} (run {row.run})"
+        if base.get("program"):
+            _refuse_columns_of_trainer(row, path)
         try:
             values = apply_overrides(base, {"run": row.run, **row.overrides})
             configs[row.run] = checked(Config, values, where)
         except ConfigError as err:
             raise _with_columns(err, row.overrides, where) from None
     return configs
+
+
+def _refuse_columns_of_trainer(row: SheetRow, path: str | Path) -> None:
+    """ConfigError where a cell is about Forge's own trainer: a program would not see it, and rows that
+    differ in nothing else would be one training under several names."""
+    of_plugins = [key for key, section in hooks.sections().items() if section.IS_OF_TRAINER]
+    sections = (*OF_FORGES_TRAINER, "parent", *of_plugins)
+    cells = [
+        f"column {key}: value {shown(value)}"
+        for key, value in row.overrides.items()
+        if key.partition(".")[0] in sections
+    ]
+    if cells:
+        raise ConfigError(
+            f"{path}, line {row.line} (run {row.run}), {', '.join(cells)}: the config has a program, which takes the place of Forge's own"
+            " trainer, and reads no such key",
+            cause=f"a config without the key `runs` reads {SHEET}" if str(path) == SHEET else "",
+            fix="name a sheet for the program in its config, such as `runs: config/program.tsv`: its first"
+            " line is `run`, and each other line the name of a run. Or leave these cells empty",
+        )
 
 
 def _with_columns(err: ConfigError, overrides: dict[str, Any], where: str) -> ConfigError:

@@ -31,6 +31,28 @@ def test_bad_cell_names_row_column_and_value(sheet):
     assert "line 3 (run b), column train.lr: value 'fast'" in str(caught.value)
 
 
+def test_cells_of_forges_trainer_are_refused_for_a_program_with_what_to_write(
+    sheet, tmp_path, monkeypatch
+):
+    """A config of three lines was refused for a column of the default sheet that nobody named."""
+    program = {"program": {"command": ["true"]}}
+    path = sheet("run\ttrain.seed\ttrain.lr\tparent\na\t\t\t\nb\t0\t\ta@5\n")
+    with pytest.raises(ConfigError) as caught:
+        run_configs(program, path)
+    told = "line 3 (run b), column train.seed: value 0, column parent: value 'a@5': the config has a"
+    assert told in caught.value.what and "train.lr" not in caught.value.what
+    assert "`runs: config/program.tsv`" in caught.value.fix
+    (tmp_path / "config").mkdir()
+    path.rename(tmp_path / "config/runs.tsv")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as of_default:
+        run_configs(program, "config/runs.tsv")
+    assert caught.value.cause == ""
+    assert of_default.value.cause == "a config without the key `runs` reads config/runs.tsv"
+    runs = run_configs(program, sheet("run\ttrain.seed\tprogram.keep_last\na\t\t\nb\t\t3\n"))
+    assert (runs["a"].program.keep_last, runs["b"].program.keep_last) == (None, 3)
+
+
 def test_cells_that_do_not_fit_together_are_named(sheet):
     path = sheet("run\tmodel.dim\tmodel.heads\ttrain.seed\na\t100\t8\t1\n")
     with pytest.raises(ConfigError) as caught:
