@@ -6,7 +6,7 @@
 # make faults  every fault at every point of a checkpoint's way (6 minutes)
 # make labs    the programs of config/labs on a real Slurm, every event (25 minutes; root)
 # make absences   Slurm's controller away for 22 s at every moment of a run (6 minutes; root)
-# make storm   goodput under preemption, Forge beside a plain sbatch script (12 minutes; root; docs/storm.md)
+# make storm   goodput under preemption, Forge beside a plain sbatch script (12 minutes; root; docs/measured/storm.md)
 # make gpu     check Forge on the GPU of this machine, with its own PyTorch (minutes; docs/gpu.md)
 # make gpu-wheels   download the packages that such a machine without internet lacks
 # make dag     draw the workflow into build/  make bench   measure, side by side

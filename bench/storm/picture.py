@@ -1,5 +1,5 @@
-"""The pictures of docs/storm.md, one line for each contender: useful training over wall time, and what
-the model says of longer times between events."""
+"""The pictures of docs/measured/storm.md, one line for each contender: useful training over wall time,
+and what the model says of longer times between events."""
 
 from __future__ import annotations
 

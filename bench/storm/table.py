@@ -1,4 +1,4 @@
-"""The tables and the pictures of docs/storm.md, made from the raw files.
+"""The tables and the pictures of docs/measured/storm.md, made from the raw files.
 
 python -m bench.storm.table [--results FOLDER] [--write]    prints them, or renews the page
 """
@@ -16,7 +16,7 @@ from bench.storm.picture import forecast, picture
 from bench.storm.raw import Raw
 from bench.storm.score import Gap, Wrong
 
-PAGE = Path(__file__).parents[2] / "docs/storm.md"
+PAGE = Path(__file__).parents[2] / "docs/measured/storm.md"
 PICTURES = {
     PAGE.with_suffix(".svg"): (picture, "Useful training over wall time, by contender"),
     PAGE.with_name("storm-forecast.svg"): (forecast, "ETTR by the mean time between events"),
@@ -214,7 +214,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, default=raw.FOLDER, help="folder of raw files")
-    parser.add_argument("--write", action="store_true", help="renew docs/storm.md")
+    parser.add_argument("--write", action="store_true", help="renew docs/measured/storm.md")
     options = parser.parse_args()
     raws = raw.read_all(options.results)
     if options.write:

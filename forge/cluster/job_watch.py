@@ -1,9 +1,10 @@
 """Detects that a Slurm job of the workflow has ended, and says why: what Forge's executor adds.
 
-The executor plugin `slurm` (2.8.0) loses jobs when neither squeue nor sacct responds (docs/upstream.md),
-waits forever for a job that Slurm has forgotten, polls at intervals that grow to 180 s (also before the
-command ends), and never says why a job is pending or who cancelled it. Forge replaces its status checks
-by one squeue for all jobs, every few seconds. Submission and everything else is left to the plugin.
+The executor plugin `slurm` (2.8.0) loses jobs when neither squeue nor sacct responds
+(docs/measured/upstream.md), waits forever for a job that Slurm has forgotten, polls at intervals that
+grow to 180 s (also before the command ends), and never says why a job is pending or who cancelled it.
+Forge replaces its status checks by one squeue for all jobs, every few seconds. Submission and
+everything else is left to the plugin.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Train(Section):
     checkpoint_minutes: Minutes = Field(None, json_schema_extra=FREE)
     """Also write a checkpoint when this many minutes have passed since the last. `auto`: as often as is
     best by how long a save stalls training, and how often runs are interrupted here, an hour at most
-    (docs/recovery.md); null: by steps only."""
+    (docs/measured/recovery.md); null: by steps only."""
     keep_last: int = Field(2, ge=1, json_schema_extra=FREE)
     """Number of newest committed checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1, json_schema_extra=FREE)

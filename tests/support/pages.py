@@ -20,6 +20,7 @@ PAGES = tuple(
     for pattern in (
         "*.md",
         "docs/*.md",
+        "docs/measured/*.md",
         "docs/plugins/*.md",
         "profiles/*.md",
         "config/*.md",

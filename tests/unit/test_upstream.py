@@ -1,4 +1,4 @@
-"""Threat: the patch of docs/upstream.md no longer fits the plugin, or does not mend what it says."""
+"""Threat: the patch of docs/measured/upstream.md does not fit the plugin, or does not mend its fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.pages import ROOT, blocks_of
 
 pytestmark = pytest.mark.tools
 
-PAGE = "docs/upstream.md"
+PAGE = "docs/measured/upstream.md"
 PLUGIN = "snakemake_executor_plugin_slurm"
 
 

@@ -40,7 +40,7 @@ def test_weights_are_those_that_the_documents_state_for_this_kind_of_machine(tra
     project, _ = trained
     lineage = read_json(project.path("checkpoints/latest/checkpoint.json"))["lineage"]
     here = (lineage["tokens"]["digest"][:12], cpu_id(), lineage["versions"]["torch"])
-    document = (REPOSITORY / "docs/reproducibility.md").read_text()
+    document = (REPOSITORY / "docs/measured/reproducibility.md").read_text()
     row = r"^\| library of .* \| (\w+) \| (\w+) .*\| (\S+) \| (\w+) \|$"
     stated = {tuple(found[:3]): found[3] for found in re.findall(row, document, re.MULTILINE)}
     assert stated

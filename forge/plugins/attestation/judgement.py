@@ -18,8 +18,9 @@ from forge.plugins.attestation.state_difference import StateDifference, state_di
 from forge.validation.replay import same_arithmetic
 
 MOST_NAMED = 5  # packages with their versions, or files, in one sentence
-# Where bits may differ. docs/reproducibility.md has what was measured: other kernels and numbers of ranks
-# stay a hundred times below it, one step at 1.1 times its learning rate is ten times above it.
+# Where bits may differ. docs/measured/reproducibility.md has what was measured: other kernels and
+# numbers of ranks stay a hundred times below it, one step at 1.1 times its learning rate is ten times
+# above it.
 TOLERANCE = {"weights": 1e-3, "loss": 1e-3}
 
 

@@ -191,7 +191,8 @@ def scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
     """Rotate each pair (k, k + K/2) by its position: the "rotate half" convention of Hugging Face.
 
-    In the type of x, as transformers. What fp32 would cost and give in bf16: docs/reproducibility.md.
+    In the type of x, as transformers. What fp32 would cost and give in bf16:
+    docs/measured/reproducibility.md.
     """
     left, right = x_BHTK.chunk(2, dim=-1)
     turned_BHTK = torch.cat((-right, left), dim=-1)
