@@ -22,11 +22,11 @@ PICTURES = {
     PAGE.with_name("storm-forecast.svg"): (forecast, "ETTR by the mean time between events"),
 }
 BEGIN, END = "<!-- measured -->\n", "<!-- /measured -->\n"
-# Subfolders of the raw files, whose storms have tables of their own, and what differs there.
+# Subfolders of the raw files, whose storms have a table of their own, and what differs there.
 BESIDE = {
-    "bursts": "Events in bursts",
-    "alone": "Nothing else on the machine",
-    "core-each": "Two nodes, so that each rank has a core, and nothing else on the machine",
+    "bursts": "events in bursts (Weibull, shape 0.6)",
+    "alone": "nothing else on the machine",
+    "core-each": "two nodes, so a core for each rank, and nothing else on the machine",
 }
 FORECAST_SEC = 300.0  # between two events, for which the model is asked
 NONE = "–"
@@ -39,10 +39,8 @@ def page(folder: Path) -> str:
     if not raws:
         return tables(raws)
     parts = [f"![{title}]({path.name})\n" for path, (_, title) in PICTURES.items()]
-    parts.append(tables(raws))
-    for name, title in BESIDE.items():
-        if beside := raw.read_all(folder / name):
-            parts += [f"### {title}\n", tables(beside)]
+    beside = {title: raw.read_all(folder / name) for name, title in BESIDE.items()}
+    parts += [tables(raws), "\n".join(_beside(beside)) + "\n"]
     return "\n".join(parts)
 
 
@@ -50,9 +48,13 @@ def tables(raws: Sequence[Raw]) -> str:
     """All tables, as Markdown."""
     if not raws:
         return "No storm has been measured yet.\n"
-    of = {name: [one for one in raws if one.contender == name] for name in _order(raws)}
+    of = _by_contender(raws)
     parts = [_conditions(raws), _goodput(of), _wrong(of), _by_kind(of), _model(of)]
     return "\n".join("\n".join(part) + "\n" for part in parts)
+
+
+def _by_contender(raws: Sequence[Raw]) -> dict[str, list[Raw]]:
+    return {name: [one for one in raws if one.contender == name] for name in _order(raws)}
 
 
 def _order(raws: Sequence[Raw]) -> list[str]:
@@ -102,24 +104,40 @@ def _loses_samples(own: Sequence[Raw]) -> bool:
 def _goodput(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
     """ETTR of each contender, with 95 % by bootstrap over the times between events, and how many times as
     much Forge trains around the same program in the same storms."""
-    rows = []
-    for own in of.values():
-        cycles = _cycles(own)
-        landed = sum(len(score.landed(one)) for one in own)
-        missed = sum(len(one.strikes) for one in own) - landed
-        again = sum(gap.steps_again for one in own for gap in score.gaps(one))
-        seeds = ", ".join(str(one.seed) for one in own)
-        cells = [_name(own), seeds if landed + missed else NONE, f"{landed}, {missed}"]
-        for without_queue in (False, True):
-            low, high = score.interval(cycles, without_queue=without_queue)
-            middle = score.ettr(cycles, without_queue=without_queue)
-            cells.append(f"{middle:.3f} ({low:.3f} to {high:.3f}, n={len(cycles)})")
-        repeated = NONE if _loses_samples(own) else str(again)
-        more = [f"{score.per_node_hour(own):.3f}", repeated, _ratio(of.get(FORGE, ()), own)]
-        rows.append([*cells, *more])
-    head = ["contender", "seeds", "events: landed, missed", "ETTR", "ETTR without Slurm's queue"]
-    more = ["useful share of allocated node-hours", "steps again", "forge / this one, same seeds"]
-    yield from _rows([*head, *more], rows)
+    rows = [[*_figures(own), _ratio(of.get(FORGE, ()), own)] for own in of.values()]
+    yield from _rows(["contender", *FIGURES, "forge / this one, same seeds"], rows)
+
+
+def _beside(storms: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
+    """The same figures of the storms beside, by what differs there."""
+    rows = [
+        [title, *_figures(own)]
+        for title, raws in storms.items()
+        for own in _by_contender(raws).values()
+    ]
+    yield from _rows(["other storms", "contender", *FIGURES], rows)
+
+
+FIGURES = (
+    *("seeds", "events: landed, missed", "ETTR", "ETTR without Slurm's queue"),
+    *("useful share of allocated node-hours", "steps again"),
+)
+
+
+def _figures(own: Sequence[Raw]) -> list[str]:
+    """Cells of one contender: its name, and FIGURES."""
+    cycles = _cycles(own)
+    landed = sum(len(score.landed(one)) for one in own)
+    missed = sum(len(one.strikes) for one in own) - landed
+    again = sum(gap.steps_again for one in own for gap in score.gaps(one))
+    seeds = ", ".join(str(one.seed) for one in own)
+    cells = [_name(own), seeds if landed + missed else NONE, f"{landed}, {missed}"]
+    for without_queue in (False, True):
+        low, high = score.interval(cycles, without_queue=without_queue)
+        middle = score.ettr(cycles, without_queue=without_queue)
+        cells.append(f"{middle:.3f} ({low:.3f} to {high:.3f}, n={len(cycles)})")
+    repeated = NONE if _loses_samples(own) else str(again)
+    return [*cells, f"{score.per_node_hour(own):.3f}", repeated]
 
 
 def _cycles(own: Sequence[Raw]) -> list[score.Cycle]:
