@@ -1,4 +1,5 @@
-"""The files that are generated from the typed settings: JSON schemas for editors, and tables of keys.
+"""The files that are generated from the code: JSON schemas for editors, tables of keys, and the table of
+packages.
 
 `python -m tools.config_docs` writes them, `--check` exits 1 where they have drifted.
 """
@@ -11,7 +12,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -29,6 +30,7 @@ from forge.core.machine import Machine
 from forge.core.paths import SHEET
 from forge.core.records import RecordPart
 from forge.core.section import Section, section_of, section_of_entries, tagged_sections
+from tools import packages
 
 ROOT = Path(__file__).resolve().parents[1]
 # The YAML files name them in their first line, by which editors complete, explain and check keys.
@@ -78,7 +80,8 @@ def tables() -> list[Table]:
     return [*TABLES, *of_plugins]
 
 
-MARKED = re.compile(r"(<!-- keys -->\n).*?(<!-- end of keys -->)", re.DOTALL)
+def _marked(what: str) -> re.Pattern[str]:
+    return re.compile(rf"(<!-- {what} -->\n).*?(<!-- end of {what} -->)", re.DOTALL)
 
 
 def generated(root: Path = ROOT) -> dict[Path, str]:
@@ -86,20 +89,26 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
     texts = {path: schema_text(model) for path, model in SCHEMAS.items()}
     texts |= {path: predicate_schema(model) for path, model in predicates().items()}
     for table in tables():
-        path = root / table.file
-        text = path.read_text() if path.exists() else ""
-        if not MARKED.search(text):
-            raise ConfigError(
-                f"{path} has no place for the table of keys",
-                fix="put the lines <!-- keys --> and <!-- end of keys --> there",
-            )
         keys = keys_text(table.model, table.name, with_resume=table.with_resume)
-        texts[table.file] = MARKED.sub(_between(keys), text)
+        texts[table.file] = _filled(root / table.file, "keys", keys)
+    page = root / packages.PAGE
+    texts[packages.PAGE] = _filled(page, "packages", packages.table(_text(page)))
     return texts
 
 
-def _between(keys: str) -> Callable[[re.Match[str]], str]:
-    return lambda match: f"{match[1]}\n{keys}\n{match[2]}"
+def _text(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+def _filled(path: Path, what: str, table: str) -> str:
+    """The text of a page with a table between its marks. Raises ConfigError without these marks."""
+    text = _text(path)
+    if not _marked(what).search(text):
+        raise ConfigError(
+            f"{path} has no place for the table of {what}",
+            fix=f"put the lines <!-- {what} --> and <!-- end of {what} --> there",
+        )
+    return _marked(what).sub(lambda match: f"{match[1]}\n{table}\n{match[2]}", text)
 
 
 def drifted(root: Path = ROOT) -> list[Path]:
@@ -270,7 +279,7 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     texts = generated(root)
     for path in drift:
         if check:
-            print(f"{path} has drifted from forge/core: run python -m tools.config_docs")
+            print(f"{path} has drifted from forge/: run python -m tools.config_docs")
         else:
             with atomic_open(root / path, "w") as file:
                 file.write(texts[path])

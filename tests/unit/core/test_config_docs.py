@@ -14,6 +14,7 @@ from support.repository import REPOSITORY as ROOT
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine
+from tools import packages
 from tools.config_docs import SCHEMAS, TABLES, drifted, keys_text, main, predicates, tables
 
 pytestmark = pytest.mark.tools
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.tools
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of the generated files, to spoil."""
-    for path in (*SCHEMAS, *predicates(), *(table.file for table in tables())):
+    for path in (*SCHEMAS, *predicates(), *(table.file for table in tables()), packages.PAGE):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     return tmp_path
@@ -52,6 +53,23 @@ def test_writing_repairs_what_has_drifted_and_keeps_the_prose(tree: Path) -> Non
     assert main([], root=tree) == 0
     assert readme.read_text() == original
     assert main(["--check"], root=tree) == 0
+
+
+def test_page_of_the_packages_follows_a_docstring_and_refuses_a_package_that_it_does_not_order(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forge = tree / "forge"
+    for name, text in {"core": '"""Files and\nnames. No torch."""', "data": '"""Text?"""'}.items():
+        (forge / name / "models").mkdir(parents=True)
+        (forge / name / "__init__.py").write_text(text)
+    (forge / "data/models/of_text.py").write_text("")
+    monkeypatch.setattr(packages, "FORGE", forge)
+    assert packages.table("so:\n\ncore < data\n").splitlines()[2:] == [
+        "| `core` | Files and names. |  |",
+        "| `data` | Text? | `models/of_text` |",
+    ]
+    with pytest.raises(ConfigError, match="do not have the same packages: data, launch"):
+        packages.table("core < launch\n")
 
 
 def test_file_without_markers_is_refused(tree: Path) -> None:
