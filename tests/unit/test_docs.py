@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support import pages
 from support.each import failures, hold_for_each
 from support.repository import REPOSITORY as ROOT
 
@@ -373,18 +374,38 @@ def matches(pattern: str, page: str, text: str) -> Iterator[tuple[str, re.Match[
 
 
 def dead_links(page: str, text: str) -> list[str]:
-    """`page:line: target` of each link to a file that is not there."""
-    return [
-        f"{place}: {found[1]}"
-        for place, found in matches(r"\]\(([^)#]+)\)", page, text)
-        if not found[1].startswith("http")
-        if not (ROOT / page).parent.joinpath(found[1]).exists()
-    ]
+    """`page:line: target` of each link to a file, or to a section of a page, that is not there."""
+    dead = []
+    for place, found in matches(r"\]\(([^)\s]+)\)", page, text):
+        name, _, section = found[1].partition("#")
+        file = (ROOT / page).parent / name if name else ROOT / page
+        if not found[1].startswith("http") and not (
+            file.exists() and (not section or section in sections_of(file))
+        ):
+            dead.append(f"{place}: {found[1]}")
+    return dead
+
+
+@cache
+def sections_of(page: Path) -> set[str]:
+    """Names of a page's sections in links, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 def test_links_lead_somewhere() -> None:
-    dead = [link for page in PAGES for link in dead_links(page, (ROOT / page).read_text())]
-    assert not dead, "\n".join(["links to no file:", *dead])
+    texts = {page: (ROOT / page).read_text() for page in (*pages.PAGES, "CHANGELOG.md")}
+    dead = [link for page, text in texts.items() for link in dead_links(page, text)]
+    assert not dead, "\n".join(["links to no file or section:", *dead])
+
+
+def test_what_a_newcomer_reads_first_is_short() -> None:
+    """The README, then from a laptop to the own program on the own cluster."""
+    first = ("README.md", "docs/new-cluster.md", "docs/programs.md", "docs/workflow.md")
+    words = {page: len((ROOT / page).read_text().split()) for page in first}
+    assert words["README.md"] <= 800, words
+    assert sum(words.values()) <= 8000, words
 
 
 def unknown_keys(page: str, text: str) -> list[str]:
@@ -415,9 +436,13 @@ def test_keys_that_are_named_exist() -> None:
 
 def test_dead_link_and_unknown_key_are_noticed() -> None:
     text = (
-        "[a](gpu.md#x), [b](gone.md)\n`train.keep_last: 2`\n`a`, `train.keep_lost: 2`, `train.yaml`"
+        "[a](gpu.md#x), [b](gone.md), [c](gpu.md), [d](../README.md#your-text)\n"
+        "`train.keep_last: 2`\n`a`, `train.keep_lost: 2`, `train.yaml`"
     )
-    assert dead_links("docs/data.md", text) == ["docs/data.md:1: gone.md"]
+    assert dead_links("docs/data.md", text) == [
+        "docs/data.md:1: gpu.md#x",
+        "docs/data.md:1: gone.md",
+    ]
     assert unknown_keys("docs/data.md", text) == ["docs/data.md:3: train.keep_lost"]
 
 
