@@ -212,11 +212,11 @@ def _refuse_columns_of_trainer(row: SheetRow, path: str | Path) -> None:
     ]
     if cells:
         raise ConfigError(
-            f"{path}, line {row.line} (run {row.run}), {', '.join(cells)}: the config has a program, which takes the place of Forge's own"
-            " trainer, and reads no such key",
+            f"{path}, line {row.line} (run {row.run}), {', '.join(cells)}: the config has a program,"
+            " which takes the place of Forge's own trainer, and reads no such key",
             cause=f"a config without the key `runs` reads {SHEET}" if str(path) == SHEET else "",
-            fix="name a sheet for the program in its config, such as `runs: config/program.tsv`: its first"
-            " line is `run`, and each other line the name of a run. Or leave these cells empty",
+            fix="name a sheet for the program in its config, such as `runs: config/program.tsv`: its"
+            " first line is `run`, and each other line the name of a run. Or leave these cells empty",
         )
 
 

@@ -39,7 +39,9 @@ def test_cells_of_forges_trainer_are_refused_for_a_program_with_what_to_write(
     path = sheet("run\ttrain.seed\ttrain.lr\tparent\na\t\t\t\nb\t0\t\ta@5\n")
     with pytest.raises(ConfigError) as caught:
         run_configs(program, path)
-    told = "line 3 (run b), column train.seed: value 0, column parent: value 'a@5': the config has a"
+    told = (
+        "line 3 (run b), column train.seed: value 0, column parent: value 'a@5': the config has a"
+    )
     assert told in caught.value.what and "train.lr" not in caught.value.what
     assert "`runs: config/program.tsv`" in caught.value.fix
     (tmp_path / "config").mkdir()
