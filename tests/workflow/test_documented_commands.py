@@ -131,6 +131,21 @@ def test_command_works_as_it_is_written(
     assert code == 0, f"{command.where}: {text}\n{output}"
 
 
+def test_python_of_a_page_runs_behind_its_commands(clones: dict[str, Project]) -> None:
+    """Without Forge, and without network, as the page says."""
+    project = clones["shared"]
+    code = [block for block in pages.blocks() if block.kind == "python"]
+    code = [block for block in code if block.page in pages.PYTHON_THAT_RUNS]
+    assert len(code) == len(pages.PYTHON_THAT_RUNS)
+    for block in code:
+        file = project.root / "tmp/page.py"
+        file.write_text(block.text)
+        status, output = project.shell(f"python {file}", HF_HUB_OFFLINE="1")
+        print(f"{block.where}:\n{output}")
+        assert status == 0, f"{block.where}\n{output}"
+        assert "def main():" in output and "forge" not in block.text
+
+
 def git(project: Project, *words: str) -> str:
     """The output of git, with an identity."""
     of_test = ("-c", "user.name=test", "-c", "user.email=test@localhost")
