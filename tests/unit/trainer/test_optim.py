@@ -9,7 +9,13 @@ from forge.core.models.llama import Llama
 from forge.core.optimizers import OPTIMIZERS
 from forge.core.train_settings import Train
 from forge.trainer.initialize import initialized
-from forge.trainer.optim import learning_rate, make_optimizers, state_shapes, update
+from forge.trainer.optim import (
+    learning_rate,
+    make_optimizers,
+    set_learning_rate,
+    state_shapes,
+    update,
+)
 
 COSINE = Train(lr=1.0, warmup_steps=10, min_lr_ratio=0.1)
 WSD = Train(lr=1.0, warmup_steps=10, min_lr_ratio=0.1, schedule="wsd", wsd_decay_fraction=0.2)
@@ -119,6 +125,24 @@ def test_state_is_made_for_a_checkpoint_without_moving_a_weight(optimizer: str) 
     training_state(model, make_optimizers(model, Train(optimizer=optimizer)))
     after = model.state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_weights_move_by_the_learning_rate_of_the_step(optimizer: str) -> None:
+    """That of the settings is the peak: an optimizer that kept it would have no schedule."""
+    model = initialized(Llama(dim=16, layers=2, heads=2), 32)
+    optimizers = make_optimizers(model, Train(optimizer=optimizer, lr=0.01))
+    for rate in (0.0, 1e-4):
+        set_learning_rate(optimizers, rate)
+        before = {name: weight.clone() for name, weight in model.state_dict().items()}
+        for weight in model.parameters():
+            weight.grad = torch.ones_like(weight)
+        update(optimizers, torch.tensor(0.5), largest=1.0, unless=torch.tensor(False))
+        moved = {
+            name: (weight - before[name]).abs().max().item()
+            for name, weight in model.state_dict().items()
+        }
+        assert all(0 < size < 1e-3 if rate else size == 0 for size in moved.values()), moved
 
 
 def test_muon_moves_a_matrix_about_as_far_as_adamw() -> None:
