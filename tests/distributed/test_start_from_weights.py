@@ -77,7 +77,7 @@ def trained(run: Run, *more: str) -> str:
     return outcome.text
 
 
-@pytest.mark.parametrize(("name", "layout"), zip(NAMES, cycle(reversed(LAYOUTS))))
+@pytest.mark.parametrize(("name", "layout"), [*zip(NAMES, cycle(reversed(LAYOUTS)))])
 def test_start_and_export_keep_every_bit(name, layout, bases, tmp_path):
     run = with_layout(bases[name], layout)
     text = trained(run, *LAYOUTS[layout])

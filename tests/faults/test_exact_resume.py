@@ -76,7 +76,9 @@ OTHERS = [
 
 @pytest.mark.timeout(1100)
 @pytest.mark.parametrize(
-    ("ranks", "shard", "settings"), [*CHOSEN, *OTHERS] if EVERYTHING else CHOSEN
+    ("ranks", "shard", "settings"),
+    [*CHOSEN, *OTHERS] if EVERYTHING else CHOSEN,
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
 def test_resumed_run_is_bitwise_equal_to_an_uninterrupted_one(
     ranks: int,
