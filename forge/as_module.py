@@ -15,8 +15,9 @@ import forge
 from forge.cluster import slurm
 from forge.cluster.allocation import OF_COMMAND
 from forge.cluster.jobs import TRAIN_RULE
+from forge.core.config import CONFIG
 from forge.core.errors import ConfigError
-from forge.core.paths import CONFIG, SNAKEFILE, shipped
+from forge.core.paths import SNAKEFILE, shipped
 from forge.core.values import shown
 from forge.snakemake_private import end_at_sigterm, end_where, refusal
 from forge.workflow import SUBMITTED, read_config

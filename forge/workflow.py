@@ -29,7 +29,15 @@ from forge.cluster.lock import WORKFLOW_LOCK, lock
 from forge.cluster.sbatch import Request, requests_of
 from forge.cluster.slurm import refuse_missing, settle_in_batch_step
 from forge.core import hooks
-from forge.core.config import OF_FORGES_TRAINER, Config, ResolvedConfig, checked, read_values
+from forge.core.config import (
+    CONFIG,
+    OF_FORGES_TRAINER,
+    Config,
+    ResolvedConfig,
+    checked,
+    read_values,
+    use_plugins,
+)
 from forge.core.errors import ConfigError, TrainingError, UnfitError
 from forge.core.files import (
     canonical,
@@ -41,7 +49,6 @@ from forge.core.files import (
 )
 from forge.core.machine import Slurm
 from forge.core.paths import (
-    CONFIG,
     SHEET,
     WORKFLOW,
     WORKFLOW_RUNS,
@@ -111,7 +118,7 @@ def read_config(settings: Any, files: Sequence[str] = (CONFIG,)) -> dict[str, An
 def _refuse_misspelt(given: Mapping[str, Any]) -> None:
     """ConfigError for a key of --config that was meant for the allocation. Others are refused with the
     config that they are in."""
-    known = [*Config.model_fields, *hooks.sections(), "runs"]
+    known = [*Config.model_fields, *hooks.sections(), "runs", "plugins"]
     for name, value in given.items():
         close = difflib.get_close_matches(name, [*known, *OF_COMMAND], n=1)
         if name not in known and close and close[0] in OF_COMMAND:
@@ -152,6 +159,7 @@ def read_runs(
         return runs
     base = dict(read_config(settings) if given is None else given)
     sheet = str(base.pop("runs", SHEET))
+    use_plugins(base)
     configs = run_configs(base, sheet)
     family.refuse_circles(configs)
     runs = {name: resolve(config) for name, config in family.with_steps(configs).items()}

@@ -131,6 +131,12 @@ def schema_text(model: type[Section]) -> str:
             "default": SHEET,
             "description": "The sample sheet, one row a run.",
         }
+        schema["properties"]["plugins"] = {
+            "type": "array",
+            "items": {"type": "string"},
+            "default": [],
+            "description": "Files and directories with plugins of the project, docs/plugins/own.md.",
+        }
         for key, section in hooks.sections().items():
             own = section.model_json_schema(by_alias=True)
             schema["$defs"] |= {**own.pop("$defs", {}), section.__name__: own}

@@ -48,6 +48,11 @@ def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
     problems += added_sources(config, made_by)
     if config.ids.model != made_by.ids.model:
         problems.append(differs("ids.model", config.ids.model, made_by.ids.model))
+    problems += [
+        f"the plugin {name} has digest {digest[:12]}, the checkpoint's had {then[:12]}"
+        for name, digest in config.ids.plugins.items()
+        if (then := made_by.ids.plugins.get(name, "none")) != digest
+    ]
     if config.parent != made_by.parent:
         problems.append(differs("parent", config.parent, made_by.parent))
     if problems:

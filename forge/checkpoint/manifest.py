@@ -108,6 +108,7 @@ class RecordedIds(Part):
     sources: dict[str, str]
     inputs: str
     model: str
+    plugins: dict[str, str] = Field(default={}, exclude_if=lambda plugins: not plugins)
 
 
 class RecordedConfig(Part):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from forge.core.memory import Shape
-from forge.core.optimizers import OPTIMIZERS
+from forge.core.optimizers import known
 
 # When they run: beside the forward or the backward pass of every micro-batch, beside the last backward
 # pass of a step, or after it: in the optimizer's update, or for a few numbers.
@@ -92,7 +92,7 @@ def _of_step(shape: Shape) -> Iterator[Collectives]:
         num_bytes=num_bytes,
         **of_copies,
     )
-    if exchanged := OPTIMIZERS[shape.train.optimizer].exchanged_bytes:
+    if exchanged := known()[shape.train.optimizer].exchanged_bytes:
         # Of the matrices of the blocks. The norms, which stay, are a thousandth of a block.
         num_bytes = exchanged * layers * shape.of_block / ranks
         yield Collectives(

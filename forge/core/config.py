@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from forge.core import hooks
+from forge.core import hooks, project_plugins
 from forge.core.errors import ConfigError
 from forge.core.files import read_json, write_json
 from forge.core.mix import require_sources
@@ -35,6 +35,7 @@ from forge.core.section import (
     Retired,
     Section,
     WithPlugins,
+    expanded,
     section_of,
     section_of_entries,
     tagged_sections,
@@ -47,6 +48,7 @@ from forge.core.train_settings import Train
 from forge.core.values import describe, read_cell, read_text, read_yaml, shown
 
 # Safe as a path, an option and a word of a shell; also the wildcard constraint of the workflow.
+CONFIG = "config/config.yaml"  # of a project
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 # RUN@STEP. 18 digits fit into 64 bits.
 PARENT = rf"({RUN_NAME})@([1-9][0-9]{{0,17}}|latest)"
@@ -111,6 +113,10 @@ class Ids(Section):
     `tokenize.inputs`; empty without them."""
     model: str = Field("", pattern=r"^([0-9a-f]{12})?$")
     """Name of the directory in `data/models/`, of `model.init`; empty without it."""
+    plugins: dict[str, Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]] = Field(
+        default={}, exclude_if=lambda plugins: not plugins
+    )
+    """Digest of each plugin of the project that has the architecture or the optimizer."""
 
 
 class Config(WithPlugins, Section):
@@ -381,11 +387,28 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
     """
     values = read_values(path)
     values.pop("runs", None)
+    use_plugins(values)
     return checked(Config, apply_overrides(values, overrides or {}), str(path))
 
 
+def use_plugins(values: dict[str, Any]) -> None:
+    """Take the key `plugins` out of the values of a config that the user has named, and import what it
+    names. Raises ConfigError."""
+    paths = values.pop("plugins", None) or []
+    if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
+        raise ConfigError(
+            f"plugins is {shown(paths)}: must be a list of files and directories",
+            fix="plugins: [plugins/pythia]",
+        )
+    project_plugins.read([expanded(path) for path in paths])
+
+
 def checked(model: type[AnySection], values: dict[str, Any], where: str) -> AnySection:
-    """`values` as a section of type `model`. Raises ConfigError that names every bad key and value."""
+    """`values` as a section of type `model`. Raises ConfigError that names every bad key and value, or a
+    plugin that the project does not have: those in `ids` of a recorded config are imported."""
+    ids = values.get("ids") if issubclass(model, Config) else None
+    if isinstance(ids, dict) and isinstance(plugins := ids.get("plugins"), dict):
+        _import_recorded(plugins, where)
     try:
         return model.model_validate(values)
     except ValidationError as err:
@@ -394,6 +417,14 @@ def checked(model: type[AnySection], values: dict[str, Any], where: str) -> AnyS
             f"{where}: " + "\n  ".join(problems),
             fix="config/README.md, profiles/README.md and docs/plugins list every key with its meaning",
         ) from None
+
+
+def _import_recorded(plugins: dict[str, Any], where: str) -> None:
+    """Import the plugins of a recorded config. The project may not have made their copies yet, as in a
+    new clone."""
+    if Path(CONFIG).is_file() and not all(map(project_plugins.is_kept, plugins.values())):
+        use_plugins(read_values(CONFIG))
+    project_plugins.use(plugins, where)
 
 
 def _problem(model: type[Section], detail: Any) -> str:

@@ -3,17 +3,19 @@
 A plugin is a folder `forge/plugins/NAME`; functions in its `hooks.py` that are marked with `hook`
 implement some of `Hooks`. Plugins are found by listing these files, so a deleted folder is an absent
 plugin and no error. They are called in order of their names. None is looked for before it is asked for:
-ranks have none.
+ranks have none. Plugins of a project (`core.project_plugins`) are added by `register`, and are called
+before them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import pluggy
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from forge.core.errors import ForgeError
     from forge.core.file_list import FileList
     from forge.core.machine import Machine
+    from forge.core.models.base import Model
+    from forge.core.optimizers import Optimizer
     from forge.core.paths import RunPaths
     from forge.core.records import RunSettings
     from forge.core.section import Section
@@ -64,6 +68,18 @@ class Finding:
 
 class Hooks:
     """Specification of all hooks. An error of a hook ends the command like one of the kernel's own."""
+
+    @_specified
+    def architectures(self) -> Mapping[str, type[Model]]:
+        """Values of `model.architecture`, each with its keys; `Model.LAYERS` names the module with the
+        layers, which only ranks import. For plugins of a project."""
+        raise NotImplementedError
+
+    @_specified
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        """Values of `train.optimizer`; `Optimizer.module` names the module with the update, which only
+        ranks import, and whose contract is in `forge.trainer.optimizers`. For plugins of a project."""
+        raise NotImplementedError
 
     @_specified
     def sections(self) -> dict[str, type[Section]]:
@@ -210,7 +226,49 @@ def _call() -> Any:
     # pluggy calls the last one that was registered first.
     for name in reversed(names()):
         manager.register(import_module(f"forge.plugins.{name}.hooks"), name)
+    for name, module in _of_project.items():
+        manager.register(module, name)
     return manager.hook
+
+
+# Plugins of the project: name -> module; and what they have, asked once: each has a name of its own.
+_of_project: dict[str, ModuleType] = {}
+_architectures: dict[str, tuple[str, type[Model]]] = {}
+_optimizers: dict[str, tuple[str, Optimizer]] = {}
+
+
+def register(name: str, module: ModuleType, taken: Collection[str]) -> None:
+    """Take up a plugin of the project. taken: architectures and optimizers of Forge.
+
+    Raises pluggy.PluginValidationError for a function that is marked as a hook and is none of `Hooks`, or
+    takes other arguments; TypeError for what is no architecture or optimizer; ValueError for a name that
+    is taken.
+    """
+    own = pluggy.PluginManager(PROJECT)
+    own.add_hookspecs(Hooks)
+    own.register(module, name)
+    own.check_pending()
+    models = _named(own.hook.architectures(), "architectures", type)
+    updates = _named(own.hook.optimizers(), "optimizers", tuple)
+    for key in (*models, *updates):
+        if key in {*taken, *_architectures, *_optimizers}:
+            raise ValueError(f"the name {key} is taken, by Forge or by another plugin")
+    _architectures.update({key: (name, model) for key, model in models.items()})
+    _optimizers.update({key: (name, one) for key, one in updates.items()})
+    _of_project[name] = module
+    _call.cache_clear()
+    sections.cache_clear()
+
+
+def _named(found: list[Any], hook_name: str, kind: type) -> dict[str, Any]:
+    """What a hook of one plugin gave, by name."""
+    for one in found:
+        if not isinstance(one, dict):
+            raise TypeError(f"{hook_name} gives {one!r:.80}, which is no dictionary")
+        for key, value in one.items():
+            if not isinstance(key, str) or not isinstance(value, kind):
+                raise TypeError(f"{hook_name}: {key} is {value!r:.80}")
+    return _merged(found)
 
 
 @cache
@@ -230,6 +288,16 @@ def _merged(found: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _listed(found: list[Sequence[T]]) -> list[T]:
     return [value for one in found for value in one]
+
+
+def architectures() -> dict[str, tuple[str, type[Model]]]:
+    """Value of `model.architecture` -> the plugin of the project that has it, and its keys."""
+    return dict(_architectures)
+
+
+def optimizers() -> dict[str, tuple[str, Optimizer]]:
+    """Value of `train.optimizer` -> the plugin of the project that has it, and what is known of it."""
+    return dict(_optimizers)
 
 
 @cache

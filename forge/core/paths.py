@@ -22,7 +22,7 @@ TOKENIZER = (
 )
 SNAKEFILE = "workflow/Snakefile"
 SHARE = "share/forge"  # data-files of pyproject.toml
-CONFIG, SHEET = "config/config.yaml", "config/runs.tsv"  # of a project
+SHEET = "config/runs.tsv"  # of a project
 # Files of workflow commands: for their jobs, and what the last command was about.
 WORKFLOW = Path(".snakemake/forge")
 WORKFLOW_RUNS = WORKFLOW / "runs.json"

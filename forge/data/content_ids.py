@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from forge.core import optimizers, project_plugins
 from forge.core.config import Config, Ids, ResolvedConfig, checked
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import (
@@ -16,6 +17,7 @@ from forge.core.files import (
     read_object_or_empty,
     short_id,
 )
+from forge.core.models import architectures
 from forge.core.paths import MANIFEST, RunPaths, inputs_folder, tokenizer_folder, tokens_folder
 from forge.core.terminal import say, say_once
 from forge.core.tokenize_settings import TOKEN_FORMATS, UNNAMED, Tokenize
@@ -54,10 +56,18 @@ def resolve(config: Config) -> ResolvedConfig:
             raise
         ids = kept
         say(f"{config.run} goes on with the data that it has: {err.what}")
+    if not config.ids:
+        ids = ids.model_copy(update={"plugins": used_plugins(config)})
     resolved = ResolvedConfig.model_validate({**config.to_json(), "ids": ids})
     if not config.ids and ids.tokenizer:
         model.check_tokenizer(resolved)
     return resolved
+
+
+def used_plugins(config: Config) -> dict[str, str]:
+    """Name -> digest of the project's plugins that a run cannot be trained without."""
+    names = {architectures.plugin_of(config.model), optimizers.plugin_of(config.train.optimizer)}
+    return {name: project_plugins.used()[name] for name in sorted(filter(None, names))}
 
 
 def resolve_ids(config: Config) -> Ids:

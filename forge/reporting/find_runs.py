@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from forge.core.config import Config, checked, read_values
+from forge.core.config import CONFIG, Config, checked, read_values
 from forge.core.errors import ConfigError, DataError
-from forge.core.paths import CONFIG, WORKFLOW_RUNS, RunPaths
+from forge.core.paths import WORKFLOW_RUNS, RunPaths
 from forge.core.records import WorkflowRuns
 from forge.core.terminal import say
 

@@ -17,6 +17,7 @@ from forge.checkpoint.family import with_steps
 from forge.checkpoint.resume import is_checkpoint
 from forge.core import hooks
 from forge.core.config import (
+    CONFIG,
     FOLDERS,
     OUTSIDE_TRAINING,
     Config,
@@ -25,10 +26,11 @@ from forge.core.config import (
     as_recorded,
     checked,
     read_values,
+    use_plugins,
 )
 from forge.core.errors import ForgeError
 from forge.core.files import read_object_or_empty
-from forge.core.paths import CONFIG, SHEET, RunPaths
+from forge.core.paths import SHEET, RunPaths
 from forge.core.records import RunSettings
 from forge.core.sample_sheet import run_configs
 from forge.core.terminal import say
@@ -125,6 +127,7 @@ def _base(file: str) -> tuple[dict[str, Any], str | None]:
     values = read_values(file)
     default = SHEET if Path(file).resolve() == Path(CONFIG).resolve() else None
     sheet = values.pop("runs", default)
+    use_plugins(values)
     return values, None if sheet is None else str(sheet)
 
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import forge
+from forge.core.config import CONFIG
 from forge.core.errors import ConfigError
 from forge.core.files import disk_trouble
-from forge.core.paths import CONFIG, SHEET, SNAKEFILE, shipped
+from forge.core.paths import SHEET, SNAKEFILE, shipped
 from forge.core.terminal import say
 
 PROFILE = "profiles/local"

@@ -28,6 +28,7 @@ import forge
 from forge.cluster import slurm
 from forge.cluster.nodes import NodeFailure, failed_on
 from forge.cluster.placement import Placement
+from forge.core import project_plugins
 from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import private_root, short_id
@@ -257,10 +258,14 @@ def _put(
 
 
 def _code() -> EnvironmentPart:
-    """Forge."""
+    """Forge, and the plugins of the project that this process uses."""
     folder = Path(forge.__file__).parent
-    files = _tree(folder, "forge", skip=lambda path: path.endswith("__pycache__"))
-    return EnvironmentPart("project", "forge", folder, list(files), PROJECT_READY)
+    skip = _is_by_product
+    files = [*_tree(folder, "forge", skip=skip)]
+    for digest in sorted(project_plugins.used().values()):
+        copy = project_plugins.folder_of(digest)
+        files += _tree(copy, f"{project_plugins.STAGED.name}/{digest}", skip=skip)
+    return EnvironmentPart("project", "forge", folder, files, PROJECT_READY)
 
 
 def _python() -> EnvironmentPart:
@@ -315,6 +320,10 @@ def _tree(
 
 def _file(path: Path, name: str) -> Member:
     return Member(path, name, path.lstat().st_size)
+
+
+def _is_by_product(path: str) -> bool:
+    return path.endswith("__pycache__")
 
 
 def _is_unused(path: str) -> bool:

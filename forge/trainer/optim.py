@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from forge.core.optimizers import OPTIMIZERS
+from forge.core.optimizers import known
 from forge.core.train_settings import Train
 from forge.launch.torch_private import scales_gradients
 from forge.trainer.models.decoder import Decoder
@@ -28,7 +28,9 @@ def make_optimizers(model: Decoder, train: Train) -> Optimizers:
         if weight.requires_grad:
             weights.setdefault(_optimizer_of(model, name, weight, train), []).append(weight)
     return tuple(
-        import_module(f"forge.trainer.optimizers.{kind}").make(_groups(its, train), train)
+        import_module(known()[kind].module or f"forge.trainer.optimizers.{kind}").make(
+            _groups(its, train), train
+        )
         for kind, its in weights.items()
     )
 
@@ -43,7 +45,7 @@ def _groups(weights: list[torch.Tensor], train: Train) -> list[dict[str, Any]]:
 
 def _optimizer_of(model: Decoder, name: str, weight: torch.Tensor, train: Train) -> str:
     """The optimizer that updates this parameter."""
-    if not OPTIMIZERS[train.optimizer].of_blocks:
+    if not known()[train.optimizer].of_blocks:
         return train.optimizer
     return train.optimizer if weight.dim() == 2 and model.is_in_block(name) else "adamw"
 
@@ -52,7 +54,7 @@ def state_shapes(
     model: Decoder, name: str, weight: torch.Tensor, train: Train
 ) -> dict[str, tuple[int, ...]]:
     """Shapes of the optimizer state of a parameter, all in fp32, by their names in a checkpoint."""
-    kept = OPTIMIZERS[_optimizer_of(model, name, weight, train)]
+    kept = known()[_optimizer_of(model, name, weight, train)]
     scalars: dict[str, tuple[int, ...]] = dict.fromkeys(kept.scalars, ())
     return scalars | dict.fromkeys(kept.state, tuple(weight.shape))
 

@@ -19,9 +19,11 @@ from typing import Any
 
 import pytest
 import yaml
+from support.project_plugin import write_plugin
 from support.repository import REPOSITORY
 
 from forge.cluster import exclude
+from forge.core.project_plugins import STAGED
 from forge.data.inputs import source_digest
 from tools.slurm_cluster.cluster import Cluster
 
@@ -289,6 +291,40 @@ def test_node_that_does_not_see_the_project_gets_it(allocate, lean_project):
         "project and Python"
         not in here.stage("--machine.stage.project=true", python=python)["said"]
     )
+
+
+IMPORTS = """
+import json, sys
+from forge.core.config import ResolvedConfig, checked
+from forge.core.project_plugins import folder_of
+values = json.loads(sys.argv[1])
+config = checked(ResolvedConfig, values, "config.json")
+print(type(config.model).__module__, folder_of(values["ids"]["plugins"]["twin"]))
+"""
+
+
+def test_nodes_that_do_not_see_the_project_have_its_plugin(allocate, lean_project, tiny_config):
+    here = replace(allocate(2), config=lean_project / "config.yaml")
+    write_plugin(lean_project / "plugins/twin")
+    values = yaml.safe_load(tiny_config.read_text())
+    values["model"]["architecture"] = "twin"
+    here.config.write_text(yaml.safe_dump({**values, "plugins": ["plugins/twin"]}))
+    python = lean_project / ".venv/bin/python"
+    facts = here.stage("--machine.stage.project=true", python=python, cwd=lean_project)
+    [copy] = (lean_project / ".snakemake/forge/plugins").iterdir()
+    ids = {"tokenizer": "a" * 12, "tokens": "b" * 12, "plugins": {"twin": copy.name}}
+    recorded = json.dumps({"model": values["model"], "ids": ids})
+    blind = here.hosts[1]
+    here.cluster.hide(blind, lean_project)
+    try:
+        found = here.cluster.run(
+            *(facts["python"], "-c", IMPORTS, recorded), machine=blind, cwd=Path("/")
+        )
+    finally:
+        here.cluster.unhide(blind, lean_project)
+    module, folder = found.stdout.split()
+    assert module == "forge_plugin_twin.hooks"
+    assert Path(folder).parent.name == STAGED.name and "job-" in folder
 
 
 # --- another training program ----------------------------------------------------------------------

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Union
 
-from pydantic import BeforeValidator, Discriminator, Tag
+from pydantic import (
+    Discriminator,
+    SerializeAsAny,
+    Tag,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
+from pydantic_core import ErrorDetails
 
+from forge.core import hooks
 from forge.core.errors import ConfigError
 from forge.core.models.base import Model
 from forge.core.models.gpt2 import Gpt2
@@ -18,13 +27,35 @@ ARCHITECTURES: dict[str, type[Model]] = {"llama": Llama, "gpt2": Gpt2}
 DEFAULT = Llama()
 
 
-def _is_known(values: Any) -> Any:
+def known() -> dict[str, type[Model]]:
+    """All architectures, with those of the project's plugins."""
+    return {**{name: model for name, (_, model) in hooks.architectures().items()}, **ARCHITECTURES}
+
+
+def plugin_of(model: Model) -> str | None:
+    """The plugin of the project that has the architecture; None for one of Forge."""
+    of_plugins = {} if model.architecture in ARCHITECTURES else hooks.architectures()
+    return of_plugins[model.architecture][0] if model.architecture in of_plugins else None
+
+
+def _is_known(values: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    """Read the keys of an architecture. Pydantic's union has those of Forge alone: which others there
+    are is known when a config is read."""
     name = _name_of(values)
-    if name not in [*ARCHITECTURES]:  # a list: the value may be one that cannot be hashed
-        raise ValueError(
-            f"architecture is {shown(name)}: must be one of {', '.join(ARCHITECTURES)}"
-        )
-    return values
+    if name in [*ARCHITECTURES]:  # a list: the value may be one that cannot be hashed
+        return read(values)
+    models = known()
+    if name not in [*models]:
+        raise ValueError(f"architecture is {shown(name)}: must be one of {', '.join(models)}")
+    try:
+        return models[name].model_validate(values)
+    except ValidationError as err:
+        raise ValueError("; ".join(map(_problem, err.errors()))) from None
+
+
+def _problem(detail: ErrorDetails) -> str:
+    key, message = ".".join(map(str, detail["loc"])), detail["msg"].removeprefix("Value error, ")
+    return f"{key} is {shown(detail['input'])}: {message}" if key else message
 
 
 def _name_of(values: Any) -> Any:
@@ -37,10 +68,12 @@ def _name_of(values: Any) -> Any:
 if TYPE_CHECKING:
     AnyModel = Model
 else:
-    AnyModel = Annotated[
-        Union[tuple(Annotated[model, Tag(name)] for name, model in ARCHITECTURES.items())],  # noqa: UP007
-        Discriminator(_name_of),
-        BeforeValidator(_is_known),
+    AnyModel = SerializeAsAny[
+        Annotated[
+            Union[tuple(Annotated[model, Tag(name)] for name, model in ARCHITECTURES.items())],  # noqa: UP007
+            Discriminator(_name_of),
+            WrapValidator(_is_known),
+        ]
     ]
 
 
@@ -64,11 +97,11 @@ def model_keys(values: dict[str, Any], seq_len: int, where: str) -> dict[str, An
 
 def _of_hf(values: dict[str, Any], where: str) -> tuple[str, type[Model]]:
     named = values.get("architectures")
-    for name, model in ARCHITECTURES.items():
-        if named in [[known] for known in model.HF_ARCHITECTURES]:
+    for name, model in known().items():
+        if named in [[its_name] for its_name in model.HF_ARCHITECTURES]:
             return name, model
     all_known = ", ".join(
-        known for model in ARCHITECTURES.values() for known in model.HF_ARCHITECTURES
+        its_name for model in known().values() for its_name in model.HF_ARCHITECTURES
     )
     raise ConfigError(
         f"{where} does not fit: architectures is {shown(named)}",

@@ -63,6 +63,8 @@ class Model(Section):
 
     HF_ARCHITECTURES: ClassVar[tuple[str, ...]]
     """The names in `architectures` of a config.json of transformers that this model can be."""
+    LAYERS: ClassVar[str] = ""
+    """The module with the decoder, as DECODER; "" for those of Forge, trainer/models/NAME_decoder.py."""
 
     architecture: str
     """The layers, by name. Each architecture has keys of its own."""

@@ -14,6 +14,7 @@ from typing import Generic, Literal, Protocol
 from forge.attestation.verify import Links, VerificationError, part
 from forge.checkpoint.checkpoints import RunCheckpoints
 from forge.cluster.network import available_cores, available_memory
+from forge.core import project_plugins
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, Exit, UnfitError
 from forge.core.files import disk_trouble
@@ -201,6 +202,7 @@ class Retrainer(Generic[Saved]):
         """Run a command of the Forge that trains. may_stop: where this file is there, it was asked to
         stop. Raises as its exit code says."""
         log = self.place / "output.txt"
+        project_plugins.bring_along(self.place)
         command = [sys.executable, "-m", "forge", *arguments]
         cwd = self.recipe.cwd or self.place
         status = _end_of(command, cwd, self._environment(interval), log, self.minutes)

@@ -229,6 +229,7 @@ class Decoder(nn.Module):
 
 def make_decoder(settings: Model, num_ids: int) -> Decoder:
     """The decoder of these settings, from the module of its architecture."""
-    module = import_module(f"forge.trainer.models.{settings.architecture}_decoder")
+    own = f"forge.trainer.models.{settings.architecture}_decoder"
+    module = import_module(settings.LAYERS or own)
     decoder: Decoder = module.DECODER(settings, num_ids)
     return decoder
