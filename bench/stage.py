@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from forge.cluster import slurm
 from forge.core.config import Ids, load_config
 from forge.core.files import digest_file, write_json
 from forge.core.paths import RunPaths, tokens_folder
 from forge.data.content_ids import resolve
 from forge.data.shards import ShardEntry, ShardManifest, ShardSet, Total
+from forge.slurm import slurm
 from forge.staging.archive import Archive, make_archive
 from forge.staging.sbcast import Broadcast
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import forge
-from forge.cluster import slurm
-from forge.cluster.allocation import OF_COMMAND
-from forge.cluster.jobs import TRAIN_RULE
 from forge.core.config import CONFIG
 from forge.core.errors import ConfigError
 from forge.core.paths import SNAKEFILE, shipped
 from forge.core.values import shown
+from forge.hosts.allocation import OF_COMMAND
+from forge.slurm import slurm
+from forge.slurm.jobs import TRAIN_RULE
 from forge.snakemake_private import end_at_sigterm, end_where, refusal
 from forge.workflow import SUBMITTED, read_config
 

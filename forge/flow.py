@@ -14,9 +14,6 @@ from snakemake.logging import logger
 
 from forge import as_module, workflow
 from forge.checkpoint import family
-from forge.cluster import jobs
-from forge.cluster.allocation import Allocation, Profile
-from forge.cluster.sbatch import Request
 from forge.core import hooks
 from forge.core.config import RUN_NAME, ResolvedConfig
 from forge.core.errors import ForgeError
@@ -31,9 +28,12 @@ from forge.core.sample_sheet import shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import single_corpora
 from forge.data.corpus import made_by_rules
+from forge.hosts.allocation import Allocation, Profile
 from forge.launch.rank import refuse_left_over
 from forge.reporting import workflow_output
 from forge.run import ended_allocation
+from forge.slurm import jobs
+from forge.slurm.sbatch import Request
 from forge.snakemake_private import refusal
 
 

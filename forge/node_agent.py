@@ -1,7 +1,7 @@
 """The agent that runs functions on a node: `python -m forge.node_agent`, JSON Lines in and out.
 
 A request is `{"id": 3, "do": "hello", "with": {}}`, its response `{"id": 3, "value": …}` or
-`{"id": 3, "error": …, "cause": …, "fix": …}`. `forge.cluster.nodes` sends the requests. No torch
+`{"id": 3, "error": …, "cause": …, "fix": …}`. `forge.hosts.nodes` sends the requests. No torch
 here: the agent must start fast.
 
 To add a request, write a function with keyword arguments, and add it to the REQUESTS of its module;
@@ -21,9 +21,9 @@ from typing import Any
 from pydantic import validate_call
 from pydantic_core import to_jsonable_python
 
-from forge.cluster.nodes import hello
 from forge.core import hooks
 from forge.core.errors import ForgeError
+from forge.hosts.nodes import hello
 from forge.preflight import node_checks
 from forge.staging import on_node
 

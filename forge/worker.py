@@ -8,7 +8,6 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
-from forge.cluster import network
 from forge.core import terminal
 from forge.core.config import ResolvedConfig, checked, read_values
 from forge.core.errors import Exit, ForgeError
@@ -21,6 +20,7 @@ from forge.core.process import (
     raise_open_files,
     stop_with_parent,
 )
+from forge.hosts import network
 from forge.launch import kernel_cache, lost_ranks, program_rank, rank_output
 from forge.launch.heartbeat import heartbeat
 from forge.launch.launcher import register

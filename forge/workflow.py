@@ -17,17 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import family
-from forge.cluster import adopt, jobs, submission
-from forge.cluster.allocation import (
-    OF_COMMAND,
-    Allocation,
-    command_resources,
-    plain,
-    run_layouts,
-)
-from forge.cluster.lock import WORKFLOW_LOCK, lock
-from forge.cluster.sbatch import Request, requests_of
-from forge.cluster.slurm import refuse_missing, settle_in_batch_step
 from forge.core import hooks
 from forge.core.config import (
     CONFIG,
@@ -65,9 +54,20 @@ from forge.core.records import RunSettings, WorkflowRuns
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import resolve, single_corpora
+from forge.hosts.allocation import (
+    OF_COMMAND,
+    Allocation,
+    command_resources,
+    plain,
+    run_layouts,
+)
+from forge.hosts.lock import WORKFLOW_LOCK, lock
 from forge.reporting.workflow_output import print_end
 from forge.run import cost, train
 from forge.run.programs import program_of
+from forge.slurm import adopt, jobs, submission
+from forge.slurm.sbatch import Request, requests_of
+from forge.slurm.slurm import refuse_missing, settle_in_batch_step
 
 # Names the file with the runs as they were submitted, for the Snakemake inside a job.
 SUBMITTED = "FORGE_SUBMITTED"

@@ -1,7 +1,7 @@
 """The executor `forge` of Snakemake: jobs as the plugin `slurm` submits them, watched by Forge.
 
 Snakemake finds an executor by the name of its package, which must be at the top level. What this one does
-is in forge/cluster/job_watch.py.
+is in forge/slurm/job_watch.py.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -44,16 +44,16 @@ class Executor(SlurmExecutor):
     run_uuid: str  # in Slurm the name of all jobs of this Snakemake
 
     def __init__(self, workflow: Any, logger: Any) -> None:
-        from forge.cluster.job_watch import JobWatch
+        from forge.slurm.job_watch import JobWatch
 
         # First: the thread that watches the jobs is started by the base class.
         self._watch = JobWatch(self, super().run_job, super().cancel_jobs)
         super().__init__(workflow, logger)
 
     def __post_init__(self, test_mode: bool = False) -> None:
-        from forge.cluster.adopt import controlled_name
-        from forge.cluster.job_watch import called_after_runs
-        from forge.cluster.slurm import settle_environment
+        from forge.slurm.adopt import controlled_name
+        from forge.slurm.job_watch import called_after_runs
+        from forge.slurm.slurm import settle_environment
 
         settle_environment()  # a job that the plugin's squeue does not see would count as ended
         super().__post_init__(test_mode)
@@ -64,15 +64,15 @@ class Executor(SlurmExecutor):
         self._watch.submit(job)
 
     def get_job_exec_prefix(self, job: Any) -> str:
-        from forge.cluster.jobs import runs_in_batch_step
-        from forge.cluster.slurm import RULES_IN_BATCH_STEP
+        from forge.slurm.jobs import runs_in_batch_step
+        from forge.slurm.slurm import RULES_IN_BATCH_STEP
 
         once = runs_in_batch_step(job.rules, self.array_jobs)
         return f"export {RULES_IN_BATCH_STEP}=1" if once else ""
 
     def format_job_exec(self, job: Any) -> str:
         """The command of a job: without `slurm-jobstep`, which would start a second Snakemake in it."""
-        from forge.cluster.jobs import runs_in_batch_step
+        from forge.slurm.jobs import runs_in_batch_step
 
         line: str = super().format_job_exec(job)
         if not runs_in_batch_step(job.rules, self.array_jobs):

@@ -120,7 +120,7 @@ def errors_of_varlen(kv_heads: int) -> list[float]:
 
 def values_of_nvml() -> list[dict[str, Any]]:
     """What preflight and the monitor read."""
-    from forge.cluster.gpus import visible_gpus
+    from forge.hosts.gpus import visible_gpus
 
     names = (
         *("name", "uncorrected_errors", "remapping", "clock_reasons", "link_width", "used_mib"),

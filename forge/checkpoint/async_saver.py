@@ -17,12 +17,12 @@ import torch
 from forge.checkpoint import directory, storage
 from forge.checkpoint.manifest import Manifest
 from forge.checkpoint.save_plan import KeptPlans
-from forge.cluster.network import available_memory
 from forge.core import failpoints
 from forge.core.errors import DiskFull, TrainingError, UnfitError
 from forge.core.file_list import FileList
 from forge.core.paths import RunPaths, checkpoint_name
 from forge.core.terminal import say
+from forge.hosts.network import available_memory
 from forge.launch.process_group import Background, World
 
 # Niceness of the writer thread: weight 110 against training's 1024 (man 7 sched). A higher one makes

@@ -16,7 +16,6 @@ from pydantic import BaseModel
 from forge.checkpoint import directory
 from forge.checkpoint.directory import refuse_link
 from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
-from forge.cluster.lock import lock
 from forge.core.errors import ConfigError, DataError
 from forge.core.file_list import FileEntry, FileList
 from forge.core.files import (
@@ -31,6 +30,7 @@ from forge.core.files import (
 from forge.core.paths import RunPaths
 from forge.core.records import Exported, validated
 from forge.core.terminal import progress, say
+from forge.hosts.lock import lock
 
 FORMAT = 1
 MANIFEST = "forge.json"

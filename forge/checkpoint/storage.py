@@ -63,11 +63,11 @@ from forge.checkpoint.index import (
 from forge.checkpoint.manifest import StoredFile
 from forge.checkpoint.plan_pickles import read_only_plans
 from forge.checkpoint.save_plan import KeptPlan, KeptPlans, named_tensors
-from forge.cluster.network import available_cores
 from forge.core import failpoints
 from forge.core.errors import DataError, DiskFull, ForgeError, UnfitError
 from forge.core.file_list import FileList, VerifiedFile
 from forge.core.files import disk_trouble
+from forge.hosts.network import available_cores
 from forge.launch.process_group import World, named
 from forge.launch.torch_private import (
     StateDictStager,

@@ -24,7 +24,7 @@ def add_data_steps(subcommands: Subcommands) -> None:
 
 
 def _cores(options: argparse.Namespace) -> int:
-    from forge.cluster.network import available_cores
+    from forge.hosts.network import available_cores
 
     cores = available_cores()
     if options.workers is not None and options.workers < 1:
@@ -36,9 +36,9 @@ def _cores(options: argparse.Namespace) -> int:
 
 
 def _tokenizer(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import shared_lock
     from forge.core.paths import tokenizer_folder
     from forge.data.tokenizer import build_tokenizer
+    from forge.hosts.lock import shared_lock
 
     config = resolved_config_of(options)
     with shared_lock(tokenizer_folder(config.data, config.ids.tokenizer), "tokenizer"):
@@ -46,10 +46,10 @@ def _tokenizer(options: argparse.Namespace) -> None:
 
 
 def _tokenize(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import shared_lock
     from forge.core.paths import tokens_folder
     from forge.data.content_ids import single_corpora
     from forge.data.tokenize import tokenize
+    from forge.hosts.lock import shared_lock
 
     config = resolved_config_of(options)
     for corpus in single_corpora(config):
@@ -60,9 +60,9 @@ def _tokenize(options: argparse.Namespace) -> None:
 
 
 def _sources(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import shared_lock
     from forge.core.paths import tokens_folder
     from forge.data.sources import list_sources
+    from forge.hosts.lock import shared_lock
 
     config = resolved_config_of(options)
     if not config.ids.sources:
@@ -74,8 +74,8 @@ def _sources(options: argparse.Namespace) -> None:
 
 
 def _model(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import shared_lock
     from forge.core.paths import model_folder
+    from forge.hosts.lock import shared_lock
     from forge.trainer.pretrained import make_model
 
     config = resolved_config_of(options)
@@ -88,10 +88,10 @@ def _model(options: argparse.Namespace) -> None:
 
 
 def _inputs(options: argparse.Namespace) -> None:
-    from forge.cluster.lock import shared_lock
     from forge.core.paths import inputs_folder
     from forge.data.content_ids import single_corpora
     from forge.data.inputs import make_inputs
+    from forge.hosts.lock import shared_lock
 
     named = [corpus for corpus in single_corpora(resolved_config_of(options)) if corpus.ids.inputs]
     if not named:

@@ -38,8 +38,8 @@ def resolved_config_of(options: argparse.Namespace) -> ResolvedConfig:
 
 def machine_of(options: argparse.Namespace) -> Any:
     """The Machine of --machine, with overrides and an exported time-out of the fabric."""
-    from forge.cluster.network import with_exported_timeout
     from forge.core.machine import load_machine
+    from forge.hosts.network import with_exported_timeout
 
     machine = load_machine(options.machine, options.machine_overrides)
     given = "fabric.timeout_sec" in options.machine_overrides
@@ -48,14 +48,14 @@ def machine_of(options: argparse.Namespace) -> Any:
 
 def layout_of(options: argparse.Namespace) -> Any:
     """The WorldLayout that --nodes and --ranks-per-node ask for."""
-    from forge.cluster.placement import WorldLayout
+    from forge.hosts.placement import WorldLayout
 
     return WorldLayout(options.nodes, options.ranks_per_node)
 
 
 def fitting_layout_of(options: argparse.Namespace, machine: Any, config: Config) -> Any:
     """As `layout_of`, or fewer nodes where the job got fewer (slurm.nodes_min)."""
-    from forge.cluster.placement import fitting_layout
+    from forge.hosts.placement import fitting_layout
 
     return fitting_layout(machine, layout_of(options), config)
 

@@ -211,7 +211,7 @@ class Hooks:
         """Prepare nodes that do not see the run's directory (`stage.results`) for a launch; a function of
         its `LaunchSpec` that begins it there. None where all nodes see the directory.
 
-        placement: the `cluster.placement.Placement` of the ranks. python: of agents. checkpoint: to
+        placement: the `hosts.placement.Placement` of the ranks. python: of agents. checkpoint: to
         resume from, which these nodes have when this returns. Both raise NodesFailed for nodes that fail,
         ConfigError and SlurmSilent.
         """

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from forge.cluster.network import MIG, count_gpus, mig_slices
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import Machine
 from forge.core.process import hostname
+from forge.hosts.network import MIG, count_gpus, mig_slices
 from forge.launch.rank import Rank
 
 SHOWN = 8  # ranks in an error message

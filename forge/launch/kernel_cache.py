@@ -8,11 +8,11 @@ import stat
 import tempfile
 from pathlib import Path
 
-from forge.cluster.network import Setting
 from forge.core.files import private_root
 from forge.core.process import node_local_folder
 from forge.core.provenance import cpu_id
 from forge.core.terminal import say
+from forge.hosts.network import Setting
 from forge.launch.rank_records import LaunchSpec
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # of torch._inductor; Triton's kernels go below it, too

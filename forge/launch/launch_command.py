@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from forge.cluster import slurm
-from forge.cluster.container import inside
-from forge.cluster.placement import Placement, WorldLayout
 from forge.core.machine import Machine
+from forge.hosts.container import inside
+from forge.hosts.placement import Placement, WorldLayout
+from forge.slurm import slurm
 
 
 def launch_command(

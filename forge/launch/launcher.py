@@ -18,8 +18,6 @@ from pathlib import Path
 
 import psutil
 
-from forge.cluster import network, rendezvous, slurm
-from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events, hooks
 from forge.core.errors import Exit, ForgeError, UnfitError
 from forge.core.file_list import FileList
@@ -30,6 +28,8 @@ from forge.core.paths import RunPaths, kernels_folder
 from forge.core.process import Process, hostname, stop_with_parent
 from forge.core.records import StageRecord
 from forge.core.terminal import duration, say
+from forge.hosts import network, rendezvous
+from forge.hosts.placement import Placement, WorldLayout
 from forge.launch import lost_ranks
 from forge.launch.launch_command import launch_command
 from forge.launch.rank_output import Console
@@ -44,6 +44,7 @@ from forge.launch.rank_records import (
     reserve,
 )
 from forge.launch.stop_signal import SIGNAL_CAUSES
+from forge.slurm import slurm
 
 # Ranks of a killed command get this long to commit and exit before the next one starts.
 ORPHAN_WAIT_SEC = 30.0

@@ -10,12 +10,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from forge.cluster import slurm
 from forge.core.errors import Exit, ForgeError
 from forge.core.files import read_object_or_empty
 from forge.core.process import Process, hostname
 from forge.launch.heartbeat import LastCollectives
 from forge.launch.rank_records import LaunchSpec, RankRecord, mark_stopped, pid_file
+from forge.slurm import slurm
 
 # Causes in rank records. After an error or a fault of a GPU, ranks are launched again; after a fault
 # without the node.

@@ -20,13 +20,13 @@ from typing import Annotated, Any
 import psutil
 from pydantic import Field
 
-from forge.cluster import network
-from forge.cluster.gpus import Gpu, GpuLost, visible_gpus
 from forge.core import json_lines
 from forge.core.errors import UnfitError
 from forge.core.paths import RunPaths
 from forge.core.process import hostname, stop_with_parent
 from forge.core.terminal import one_line, say
+from forge.hosts import network
+from forge.hosts.gpus import Gpu, GpuLost, visible_gpus
 from forge.launch.rank import Rank
 from forge.launch.rank_records import LaunchSpec, ProgramTask, TrainTask
 

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from forge.cluster.network import FLIGHT_RECORDER
-from forge.cluster.rendezvous import JoinError
 from forge.core.errors import UnfitError
 from forge.core.machine import Machine
+from forge.hosts.network import FLIGHT_RECORDER
+from forge.hosts.rendezvous import JoinError
 from forge.launch.device import Seen, choose
 from forge.launch.heartbeat import LastCollectives, heartbeat
 from forge.launch.rank import Rank

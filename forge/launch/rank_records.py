@@ -12,7 +12,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
 
-from forge.cluster.placement import WorldLayout
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import disk_trouble, inodes_in, read_object_or_empty, write_json
 from forge.core.goodput import Interruptions
@@ -21,6 +20,7 @@ from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname
 from forge.core.program_settings import Program
 from forge.core.records import LaunchEnvironment, Record, RecordPart, content
+from forge.hosts.placement import WorldLayout
 from forge.launch.heartbeat import Activity
 
 FORMAT = 1

@@ -9,11 +9,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forge.cluster import slurm
 from forge.core import events
 from forge.core.errors import UnfitError
 from forge.core.paths import RunPaths
 from forge.launch.rank_records import LaunchSpec
+from forge.slurm import slurm
 
 # The estimate for a run that has saved nothing yet: fp32 weights and optimizer state (12 bytes a weight),
 # which all nodes write at once, each at half the rate that preflight has measured with a small file, else

@@ -12,13 +12,13 @@ import sys
 import threading
 from collections.abc import Callable
 
-from forge.cluster import slurm
 from forge.core.errors import Exit, ForgeError
 from forge.core.process import hostname
 from forge.core.terminal import write
 from forge.launch.heartbeat import Activity, Heartbeat, LastCollectives, heartbeat
 from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.rank_records import LaunchSpec, RankRecord, withdraw
+from forge.slurm import slurm
 
 POLL_SEC = 1.0
 POLLS = 5  # at least, within the limit of a stall

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from forge.cluster import rendezvous
-from forge.cluster.nodes import NodeFailure, NodePool
-from forge.cluster.placement import Placement
 from forge.core import records
 from forge.core.machine import Machine
 from forge.core.records import Check
+from forge.hosts import rendezvous
+from forge.hosts.nodes import NodeFailure, NodePool
+from forge.hosts.placement import Placement
 from forge.preflight import gpu_checks, packages
 from forge.preflight.container_checks import container_checks
 from forge.preflight.node_checks import (

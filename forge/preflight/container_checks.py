@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-from forge.cluster import slurm
-from forge.cluster.container import START_SEC, Container
-from forge.cluster.placement import Placement
 from forge.core.process import hostname
 from forge.core.records import Check
+from forge.hosts.container import START_SEC, Container
+from forge.hosts.placement import Placement
 from forge.preflight.node_checks import installed_versions
+from forge.slurm import slurm
 
 NAME = "container"
 LOOK_SEC = 30.0

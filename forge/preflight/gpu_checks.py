@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import psutil
 
-from forge.cluster import slurm
-from forge.cluster.gpus import SLOWDOWNS, WARM, Gpu, GpuLost, visible_gpus
 from forge.core.errors import UnfitError
 from forge.core.records import Check
+from forge.hosts.gpus import SLOWDOWNS, WARM, Gpu, GpuLost, visible_gpus
+from forge.slurm import slurm
 
 # Clocks and memory change within a moment: a trouble is what all readings have.
 READINGS, PAUSE_SEC = 3, 0.3

@@ -13,16 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from forge.cluster import rendezvous
-from forge.cluster.nodes import NodesFailed
-from forge.cluster.placement import Placement, WorldLayout
-from forge.cluster.rendezvous import EndpointError, JoinError
 from forge.core import records
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
 from forge.core.records import Check
 from forge.core.terminal import say, unstamped
+from forge.hosts import rendezvous
+from forge.hosts.nodes import NodesFailed
+from forge.hosts.placement import Placement, WorldLayout
+from forge.hosts.rendezvous import EndpointError, JoinError
 from forge.launch.launcher import run_ranks
 from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.rank_records import PreflightTask, RankRecord

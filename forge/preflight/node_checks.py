@@ -27,7 +27,6 @@ import blake3
 import psutil
 
 import forge
-from forge.cluster import network, rendezvous, slurm
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open, disk_trouble, private_root
 from forge.core.machine import Fabric, Machine
@@ -36,9 +35,11 @@ from forge.core.process import boot_id, hostname, node_local_folder, raise_open_
 from forge.core.provenance import PACKAGES
 from forge.core.records import Check
 from forge.data.shards import Kind
+from forge.hosts import network, rendezvous
 from forge.launch.rank_records import ProgramFolders
 from forge.preflight import packages
 from forge.preflight.gpu_checks import gpu_checks
+from forge.slurm import slurm
 from forge.staging.on_node import open_copy
 
 # Ranks, shared memory of libraries and compiled kernels need at least this much of /tmp.

@@ -9,15 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forge.cluster import exclude, rendezvous, slurm
-from forge.cluster.lock import lock
-from forge.cluster.placement import (
-    Placement,
-    WorldLayout,
-    check_layout,
-    find_placement,
-    shrunk_layout,
-)
 from forge.core import events, records
 from forge.core.config import ResolvedConfig
 from forge.core.errors import UnfitError
@@ -35,6 +26,15 @@ from forge.core.records import (
     StageRecord,
 )
 from forge.core.terminal import duration, say
+from forge.hosts import rendezvous
+from forge.hosts.lock import lock
+from forge.hosts.placement import (
+    Placement,
+    WorldLayout,
+    check_layout,
+    find_placement,
+    shrunk_layout,
+)
 from forge.launch.launcher import wait_for_orphans
 from forge.preflight import compare_nodes, container_checks, isolate
 from forge.preflight.bisection import BrokenNodes
@@ -42,6 +42,7 @@ from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, CheckedNode, nod
 from forge.preflight.isolate import ENDPOINT, REPEAT_SHARE, SEARCH_SHARE, Prober
 from forge.preflight.node_checks import NodeFacts, Wanted, WantedProgram
 from forge.preflight.packages import TORCH_SEC
+from forge.slurm import exclude, slurm
 from forge.staging.stage import program_folders, stage_record
 
 # The nodes' own checks may take this share of the deadline of their ranks, before that begins. Where a

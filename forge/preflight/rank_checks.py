@@ -5,9 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Mapping
 
-from forge.cluster.placement import WorldLayout
 from forge.core.machine import Machine
 from forge.core.records import Check
+from forge.hosts.placement import WorldLayout
 from forge.launch.rank_records import ProbedRank, ProbeResult, RankRecord
 from forge.preflight.gpu_floors import floors_of
 

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from forge.cluster.network import has_rdma
 from forge.core.errors import Exit
 from forge.core.process import hostname
 from forge.core.provenance import versions
+from forge.hosts.network import has_rdma
 from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.process_group import World
 from forge.launch.rank_records import LaunchSpec, PreflightTask, ProbedRank, ProbeResult, RankRecord

@@ -13,7 +13,6 @@ from pydantic import ValidationError
 from forge.checkpoint.checkpoints import RunCheckpoints
 from forge.checkpoint.resume import CommittedCheckpoints
 from forge.checkpoint.sealed import ProgramCheckpoints
-from forge.cluster.lock import LOCK, WORKFLOW_LOCK, holder
 from forge.core import events
 from forge.core.errors import DataError, OtherFormat
 from forge.core.events import Event
@@ -22,6 +21,7 @@ from forge.core.paths import RunPaths
 from forge.core.process import Process
 from forge.core.program_settings import Program
 from forge.core.records import Lock
+from forge.hosts.lock import LOCK, WORKFLOW_LOCK, holder
 from forge.trainer import metrics
 from forge.trainer.metrics import StepLine, TrainLine
 

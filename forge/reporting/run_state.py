@@ -17,14 +17,6 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
-from forge.cluster import jobs, slurm
-from forge.cluster.jobs import (
-    QueuedJob,
-    advice_on_excluded,
-    excluded_nodes,
-    lasting_advice,
-    slow_advice,
-)
 from forge.core import events, hooks
 from forge.core.config import Ids
 from forge.core.errors import DataError, OtherFormat, UnfitError
@@ -35,6 +27,14 @@ from forge.core.records import Lock, PreflightResult, Validated, Validation
 from forge.core.terminal import duration, one_line
 from forge.reporting.log_errors import LoggedError, last_error, without_command
 from forge.reporting.run_files import RunFiles
+from forge.slurm import jobs, slurm
+from forge.slurm.jobs import (
+    QueuedJob,
+    advice_on_excluded,
+    excluded_nodes,
+    lasting_advice,
+    slow_advice,
+)
 
 State = Literal[
     "not started",

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from forge.cluster import jobs
-from forge.cluster.allocation import Allocation, gpus_per_node
 from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine
 from forge.core.terminal import duration, gpu_and_node_hours, hours
+from forge.hosts.allocation import Allocation, gpus_per_node
 from forge.run.programs import program_of
+from forge.slurm import jobs
 
 MAX_NAMED = 8  # runs in an error message
 

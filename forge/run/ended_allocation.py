@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 
-from forge.cluster import jobs, slurm
-from forge.cluster.jobs import QueuedJob
-from forge.cluster.lock import WORKFLOW_LOCK, lock
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
+from forge.hosts.lock import WORKFLOW_LOCK, lock
+from forge.slurm import jobs, slurm
+from forge.slurm.jobs import QueuedJob
 
 
 def remove(

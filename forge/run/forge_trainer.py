@@ -11,7 +11,6 @@ from typing import Any
 from forge.checkpoint import compatibility, directory, family, parent, resume
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import data_digests
-from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events, provenance
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
@@ -21,6 +20,7 @@ from forge.core.records import Trained
 from forge.core.terminal import say
 from forge.data.lossy_tokenizer import check_tokenizer
 from forge.data.sources import digests_by_source, open_tokens
+from forge.hosts.placement import Placement, WorldLayout
 from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.rank_records import RankRecord, TrainTask
 from forge.run.interruptions import known_at_launch

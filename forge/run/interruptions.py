@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from forge.cluster import slurm
-from forge.cluster.slurm import AccountedStart
 from forge.core import events
 from forge.core.config import Config
 from forge.core.errors import ForgeError
@@ -20,6 +18,8 @@ from forge.core.goodput import Interruptions
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
 from forge.launch.stop_signal import CAUSES, PERSONS_CAUSES
+from forge.slurm import slurm
+from forge.slurm.slurm import AccountedStart
 
 SINCE_SEC = 30 * 24 * 3600.0  # older events say little about a site
 MOST_LOGS = 20  # of other runs, the newest ones: reading them delays a launch

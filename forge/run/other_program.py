@@ -10,7 +10,6 @@ from forge.checkpoint import compatibility, directory, resume
 from forge.checkpoint.export_folder import export_sealed
 from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint, SealLineage
 from forge.checkpoint.sealer import Sealer, SealProgress
-from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events, provenance
 from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError, Exit
@@ -20,6 +19,7 @@ from forge.core.program_settings import Program
 from forge.core.records import StageRecord, Trained
 from forge.core.terminal import say
 from forge.data.inputs import InputSet, source_digest
+from forge.hosts.placement import Placement, WorldLayout
 from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.program_rank import (
     heartbeat_file,

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 
 from forge.checkpoint.parent import first_step
-from forge.cluster.placement import WorldLayout, layouts_on, refuse_no_ranks
 from forge.core import collectives, memory
 from forge.core.collectives import Collectives
 from forge.core.config import Config
@@ -19,6 +18,7 @@ from forge.core.terminal import Table, duration, gpu_and_node_hours, print_plain
 from forge.core.train_settings import Train
 from forge.data.content_ids import resolve_ids
 from forge.data.shards import ShardManifest
+from forge.hosts.placement import WorldLayout, layouts_on, refuse_no_ranks
 from forge.run.forecast import end_at, expected_of
 from forge.run.interruptions import known_here
 from forge.run.step_time import GPU, GPU_GIB, Speed, remedies, step_seconds, step_time

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Protocol
 
 from forge.checkpoint.checkpoints import RunCheckpoints
-from forge.cluster.placement import Placement, WorldLayout
 from forge.core.config import ResolvedConfig
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.records import Trained
+from forge.hosts.placement import Placement, WorldLayout
 from forge.launch.launcher import LaunchPlan
 from forge.launch.rank_records import RankRecord
 from forge.run.forge_trainer import ForgeTrainer

@@ -7,15 +7,15 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 
-from forge.cluster import exclude, slurm
-from forge.cluster.placement import Placement
 from forge.core import events
 from forge.core.errors import ForgeError
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.terminal import say
+from forge.hosts.placement import Placement
 from forge.launch.launcher import RESTARTED_CAUSES
 from forge.launch.rank_records import RankRecord
+from forge.slurm import exclude, slurm
 
 # Causes after which the job is requeued. Ctrl-C and a STOP file are the user's decision to stop.
 REQUEUED_CAUSES = ("deadline", "SIGUSR1", "SIGTERM", *RESTARTED_CAUSES)

@@ -13,13 +13,13 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from forge.cluster.placement import WorldLayout
 from forge.core import collectives
 from forge.core.collectives import Collectives
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine
 from forge.core.memory import GIB, GRADIENT, WEIGHT, Shape, estimate, with_micro_batch
+from forge.hosts.placement import WorldLayout
 from forge.trainer.metrics import PEAK_BF16_FLOPS, flop_utilization, peak_flops
 
 GPU = "H100"  # where machine.yaml names none

@@ -8,15 +8,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from forge.cluster import exclude, nodes, slurm
-from forge.cluster.lock import lock
-from forge.cluster.placement import (
-    Placement,
-    WorldLayout,
-    check_layout,
-    find_placement,
-    shrunk_layout,
-)
 from forge.core import events, hooks
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DiskFull, Exit, ForgeError, TrainingError, UnfitError
@@ -26,6 +17,15 @@ from forge.core.process import hostname
 from forge.core.provenance import config_digest
 from forge.core.records import PreflightPass, RunSettings
 from forge.core.terminal import say
+from forge.hosts import nodes
+from forge.hosts.lock import lock
+from forge.hosts.placement import (
+    Placement,
+    WorldLayout,
+    check_layout,
+    find_placement,
+    shrunk_layout,
+)
 from forge.launch import lost_ranks
 from forge.launch.launcher import (
     MAX_RESTARTS_AFTER_LOSS,
@@ -37,6 +37,7 @@ from forge.launch.rank_records import NO_RECORD, RankRecord
 from forge.preflight.preflight import recheck
 from forge.run import crash_loop, requeue
 from forge.run.programs import TrainingProgram, program_of
+from forge.slurm import exclude, slurm
 from forge.staging.stage import remove_staged, stage_record
 
 # Before each start after the disk was full.

@@ -25,9 +25,6 @@ from functools import partial
 from pathlib import Path
 
 import forge
-from forge.cluster import slurm
-from forge.cluster.nodes import NodeFailure, failed_on
-from forge.cluster.placement import Placement
 from forge.core import project_plugins
 from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
@@ -37,6 +34,9 @@ from forge.core.program_settings import Program
 from forge.core.terminal import say
 from forge.data.inputs import source_digest, source_files
 from forge.data.shards import Member
+from forge.hosts.nodes import NodeFailure, failed_on
+from forge.hosts.placement import Placement
+from forge.slurm import slurm
 from forge.staging.archive import DIRECTORIES, Archive, make_archive
 from forge.staging.on_node import SPARE_BYTES, link_mbit
 from forge.staging.sbcast import COMPRESS_PROGRAMS_BELOW, Broadcast, SbcastFailed, is_slower

@@ -27,7 +27,6 @@ from typing import IO, Any
 
 import psutil
 
-from forge.cluster.network import interface_towards
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import (
     digest_file,
@@ -43,6 +42,7 @@ from forge.core.terminal import progress
 from forge.data.inputs import InputSet
 from forge.data.shards import FileSet, Kind, Member
 from forge.data.sources import open_tokens
+from forge.hosts.network import interface_towards
 
 SPARE_BYTES = 256 * 2**20  # left free for other users of the node
 STAMP = ".stamp.json"

@@ -21,10 +21,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import IO, Self, cast
 
-from forge.cluster import slurm
-from forge.cluster.nodes import END_SEC, NodeFailure, failed_on
 from forge.core.errors import UnfitError
 from forge.core.process import stop_with_parent
+from forge.hosts.nodes import END_SEC, NodeFailure, failed_on
+from forge.slurm import slurm
 from forge.staging.archive import PARALLEL_CHUNKS
 
 FAN_OUT = 2

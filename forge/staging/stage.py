@@ -9,15 +9,6 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from forge.cluster import exclude, slurm
-from forge.cluster.nodes import NodeFailure, NodePool, NodesFailed, at_fault
-from forge.cluster.placement import (
-    Placement,
-    WorldLayout,
-    check_source,
-    fewest_nodes,
-    find_placement,
-)
 from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.files import digest_file
@@ -30,7 +21,16 @@ from forge.core.terminal import say
 from forge.data.inputs import InputSet, copy_folders
 from forge.data.shards import FileSet
 from forge.data.sources import open_tokens
+from forge.hosts.nodes import NodeFailure, NodePool, NodesFailed, at_fault
+from forge.hosts.placement import (
+    Placement,
+    WorldLayout,
+    check_source,
+    fewest_nodes,
+    find_placement,
+)
 from forge.launch.rank_records import ProgramFolders
+from forge.slurm import exclude, slurm
 from forge.staging import on_node
 from forge.staging.to_nodes import stage_nodes
 

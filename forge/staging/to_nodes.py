@@ -10,9 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from forge.cluster import slurm
-from forge.cluster.nodes import NodeFailure, NodePool, failed_on
-from forge.cluster.placement import Placement
 from forge.core.config import Config
 from forge.core.errors import UnfitError
 from forge.core.files import private_root
@@ -22,6 +19,9 @@ from forge.core.process import hostname
 from forge.core.records import StageRecord
 from forge.core.terminal import progress, say
 from forge.data.shards import FileSet, Member
+from forge.hosts.nodes import NodeFailure, NodePool, failed_on
+from forge.hosts.placement import Placement
+from forge.slurm import slurm
 from forge.staging import on_node
 from forge.staging.archive import Archive, make_archive
 from forge.staging.environment import stage_project

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 
 from forge.checkpoint import directory, resume, storage
 from forge.checkpoint.export_folder import FORMAT, MANIFEST, atomic_directory, is_exported
-from forge.cluster.lock import lock
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.file_list import described
 from forge.core.files import atomic_open, grouped, write_json
@@ -28,6 +27,7 @@ from forge.core.paths import TOKENIZER, RunPaths
 from forge.core.records import Validation
 from forge.core.terminal import progress, say
 from forge.data.end_token import TOKENIZER_CONFIG
+from forge.hosts.lock import lock
 from forge.trainer.saved_model import SavedModel, check_final_weights, not_pruned
 
 CARD = "README.md"

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 
 from forge.checkpoint import storage
 from forge.checkpoint.async_saver import Saver
-from forge.cluster.lock import check_held
 from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.errors import Exit, TrainingError
@@ -19,6 +18,7 @@ from forge.core.paths import RunPaths
 from forge.core.provenance import versions
 from forge.core.terminal import say
 from forge.data.loader import Windows, windows_by_source
+from forge.hosts.lock import check_held
 from forge.launch.lost_ranks import note_gpu_error, of_gpu_error
 from forge.launch.process_group import World, collectives, dump_collectives, is_peer_loss
 from forge.launch.rank_output import RankProgress

@@ -14,13 +14,13 @@ import torch
 from forge.checkpoint import compatibility, parent, resume, storage
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Artifact, Lineage, Manifest, ReferenceLosses, SkippedSteps
-from forge.cluster.network import cores_of_rank
 from forge.core import failpoints
 from forge.core.config import ResolvedConfig
 from forge.core.files import digest_file, identity_of
 from forge.core.paths import TOKENIZER, RunPaths, tokenizer_folder
 from forge.core.terminal import say
 from forge.data.sources import Tokens, digests_by_source, open_copy
+from forge.hosts.network import cores_of_rank
 from forge.launch.process_group import World
 from forge.launch.rank_records import LaunchSpec, TrainTask
 from forge.trainer import optim, pretrained

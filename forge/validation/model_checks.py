@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from forge.checkpoint import directory, storage
 from forge.checkpoint.manifest import Numerics
-from forge.cluster.network import available_cores
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import grouped
 from forge.core.records import Sample, Trained
+from forge.hosts.network import available_cores
 from forge.launch.rank_records import LossesResult, LossesTask
 from forge.trainer import optim
 from forge.trainer.models.decoder import make_decoder

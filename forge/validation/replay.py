@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 from forge.checkpoint import directory
 from forge.checkpoint.manifest import Lineage, Numerics
-from forge.cluster.network import available_cores, available_memory
-from forge.cluster.placement import WorldLayout
 from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, Exit, TrainingError, UnfitError
@@ -25,6 +23,8 @@ from forge.core.records import Check
 from forge.core.scratch import scratch_directory
 from forge.core.terminal import duration
 from forge.core.train_settings import ranks_per_copy
+from forge.hosts.network import available_cores, available_memory
+from forge.hosts.placement import WorldLayout
 from forge.launch.launcher import run_ranks
 from forge.launch.rank_records import RankRecord, ReplayResult, ReplayTask, Task
 from forge.trainer import metrics

@@ -11,13 +11,13 @@ from pathlib import Path
 from stat import S_ISREG
 
 from forge.checkpoint.checkpoints import RunCheckpoints
-from forge.cluster.lock import lock
 from forge.core import events
 from forge.core.errors import ConfigError, DataError, OtherFormat, UnfitError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.records import Check, Damage, Trained, Validated, Validation, failed_checks
 from forge.core.terminal import Table, duration, progress, say
+from forge.hosts.lock import lock
 from forge.launch.launcher import wait_for_orphans
 from forge.validation.checkpoint_checks import OF_THE_CHECKPOINT, Checks, RunChecks
 from forge.validation.replay import NOT_DONE, NOT_RECORDED

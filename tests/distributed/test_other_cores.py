@@ -9,7 +9,7 @@ import pytest
 from support.live_run import Run
 from support.processes import Outcome
 
-from forge.cluster.network import available_cores
+from forge.hosts.network import available_cores
 
 pytestmark = [
     pytest.mark.all,

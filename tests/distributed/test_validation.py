@@ -20,10 +20,10 @@ from support.saved import make_digests_right, state_of
 
 from forge.checkpoint import directory, resume, storage
 from forge.checkpoint.manifest import FORMAT, MANIFEST, Manifest
-from forge.cluster.lock import lock
 from forge.core import failpoints
 from forge.core.files import read_json, write_json
 from forge.core.records import Validated
+from forge.hosts.lock import lock
 
 LAST, BEFORE = f"step-{GOAL:08d}", "step-00000195"
 

@@ -16,10 +16,10 @@ from runs import FaultyRun
 from support import forked
 
 from forge.checkpoint import resume
-from forge.cluster.network import available_cores
 from forge.core.errors import Exit
 from forge.core.models.architectures import ARCHITECTURES
 from forge.core.optimizers import OPTIMIZERS
+from forge.hosts.network import available_cores
 
 STEPS, MIDDLE = 8, 4
 SIZES = (

@@ -14,10 +14,10 @@ from support import forked
 from support.live_run import wait_until
 
 from forge.checkpoint import directory, resume
-from forge.cluster import slurm
 from forge.core import events
 from forge.core.errors import Exit
 from forge.run import train
+from forge.slurm import slurm
 from forge.trainer import metrics
 
 DISK_MIB = 16

@@ -11,9 +11,9 @@ from pathlib import Path
 from support.clone import Project
 
 from forge import workflow
-from forge.cluster.sbatch import Request
 from forge.core import provenance
 from forge.core.records import RunSettings
+from forge.slurm.sbatch import Request
 
 
 def jobs(output: str) -> list[str]:

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from forge.cluster import job_watch
 from forge.core.files import read_json
+from forge.slurm import job_watch
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 

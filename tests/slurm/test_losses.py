@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from forge.cluster import slurm
+from forge.slurm import slurm
 
 from .job_run import MOST_LOST, PAUSES, JobRun, Uninterrupted
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from forge.cluster import exclude
 from forge.core import json_lines
 from forge.core.files import read_json
 from forge.core.paths import RunPaths
+from forge.slurm import exclude
 from tools.slurm_cluster.cluster import REPOSITORY, Cluster
 
 from .job_run import machine

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from forge.cluster.site import SiteAnswers
+from forge.slurm.site import SiteAnswers
 from tools.slurm_cluster.cluster import REPOSITORY, Cluster
 from tools.slurm_cluster.machines import wait_until
 
@@ -62,7 +62,7 @@ def test_slurm_itself_takes_the_jobs_of_a_profile(
 
 STARTS = """
 import json, sys, time
-from forge.cluster import slurm
+from forge.slurm import slurm
 starts = slurm.accounted_starts(time.time() - 3600, "low")
 print(json.dumps([start.state for start in starts if start.job == sys.argv[1]]))
 """

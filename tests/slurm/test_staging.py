@@ -22,9 +22,9 @@ import yaml
 from support.project_plugin import write_plugin
 from support.repository import REPOSITORY
 
-from forge.cluster import exclude
 from forge.core.project_plugins import STAGED
 from forge.data.inputs import source_digest
+from forge.slurm import exclude
 from tools.slurm_cluster.cluster import Cluster
 
 ROOT = f"/tmp/forge-{os.getuid()}"
@@ -202,8 +202,8 @@ def test_node_whose_slurmd_hangs_is_named_and_holds_up_nobody(allocate):
     here = allocate(2)
     one, two = here.hosts
     code = (
-        "import json; from forge.cluster import slurm; from forge.cluster.nodes import NodePool, hello\n"
-        "from forge.cluster.placement import Placement\n"
+        "import json; from forge.slurm import slurm; from forge.hosts.nodes import NodePool, hello\n"
+        "from forge.hosts.placement import Placement\n"
         "job = slurm.this_job()\n"
         "with NodePool(Placement(job.nodes, job), start_sec=5) as pool:\n"
         "    answers = pool.ask(hello, timeout_sec=20)\n"

@@ -100,7 +100,7 @@ def test_job_that_is_cancelled_just_before_its_requeue_stays_cancelled(cluster: 
     job = cluster.run(*line).stdout.strip()
     cluster.wait_for_state(job, "RUNNING")
     cluster.run("scancel", job)
-    code = f"from forge.cluster import slurm; print(slurm.requeue('{job}', 0))"
+    code = f"from forge.slurm import slurm; print(slurm.requeue('{job}', 0))"
     assert "it was cancelled meanwhile" in cluster.run("python", "-c", code).stdout
     ended = cluster.wait_for_state(job, "CANCELLED")
     assert ended["Restarts"] == "0"

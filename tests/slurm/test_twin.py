@@ -19,8 +19,8 @@ from support.pages import commands_of
 from support.repository import REPOSITORY
 from support.site_answers import nodes, partition, site
 
-from forge.cluster.site import SiteAnswers
 from forge.core.files import write_json
+from forge.slurm.site import SiteAnswers
 from tools.slurm_cluster import __main__
 from tools.slurm_cluster.cluster import Cluster, base_folder, fields
 from tools.slurm_cluster.inside import login_environment
@@ -92,9 +92,7 @@ def cluster(twin: Cluster) -> Iterator[Cluster]:
 @pytest.fixture
 def answers(cluster: Cluster, tmp_path: Path) -> SiteAnswers:
     """What the twin's Slurm says of itself."""
-    code = (
-        "from forge.cluster.site import *; print(SiteAnswers.ask().model_dump_json(by_alias=True))"
-    )
+    code = "from forge.slurm.site import *; print(SiteAnswers.ask().model_dump_json(by_alias=True))"
     said = cluster.run("python", "-c", code).stdout
     write_json(
         tmp_path / "site.json", {"format": 1, **SiteAnswers.model_validate_json(said).model_dump()}

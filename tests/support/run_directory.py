@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from forge.cluster.lock import LOCK, WORKFLOW_LOCK
 from forge.core import hooks
 from forge.core.paths import RunPaths
+from forge.hosts.lock import LOCK, WORKFLOW_LOCK
 
 
 def unnamed(root: Path) -> set[str]:

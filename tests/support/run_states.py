@@ -14,10 +14,10 @@ from typing import Any
 from support import happenings
 from support.recorded_run import RecordedRun
 
-from forge.cluster.jobs import QueuedJob
 from forge.core.files import write_json
 from forge.core.process import Process
 from forge.core.records import Check, Lock, Validation
+from forge.slurm.jobs import QueuedJob
 
 GOAL = 100
 

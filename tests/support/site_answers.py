@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge.cluster.partitions import NODES, PARTITIONS
-from forge.cluster.site import Answer, SiteAnswers
+from forge.slurm.partitions import NODES, PARTITIONS
+from forge.slurm.site import Answer, SiteAnswers
 
 # What Slurm prints of a partition whose configuration is empty.
 _PARTITION = {

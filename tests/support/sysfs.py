@@ -17,7 +17,7 @@ from types import SimpleNamespace
 
 import psutil
 
-from forge.cluster import network
+from forge.hosts import network
 
 NDR = "400 Gb/sec (4X NDR)"
 ETHERNET, INFINIBAND = 1, 32  # <linux/if_arp.h>

@@ -26,10 +26,10 @@ from support.pages import ROOT, SHELL, Block, blocks_of
 from support.user_snakefile import WITH_OWN_RULES
 
 from forge import cli
-from forge.cluster.allocation import refuse_unknown
 from forge.core.config import load_config
 from forge.core.machine import Machine, load_machine
 from forge.core.sample_sheet import run_configs
+from forge.hosts.allocation import refuse_unknown
 
 pytestmark = pytest.mark.tools
 

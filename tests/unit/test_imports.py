@@ -21,7 +21,7 @@ import forge
 FOLDER = Path(forge.__file__).parent
 # In the order of the rule. Modules beside them (cli, workflow, …) start Forge and may import every one.
 PACKAGES = (
-    *("attestation", "core", "cluster", "data", "launch", "checkpoint", "trainer"),
+    *("attestation", "core", "slurm", "hosts", "data", "launch", "checkpoint", "trainer"),
     *("staging", "preflight", "validation", "run", "reporting", "commands"),
 )
 
@@ -196,11 +196,12 @@ def test_import_of_a_package_to_the_right_is_found() -> None:
         trainer__loop="from forge.data.files import read",
         cli="from forge import trainer",
     )
+    of_data = "data may import attestation, core, slurm, hosts, data"
     assert imports_to_the_right(trees) == [
         "forge/core/words.py:4: imports trainer; core may import attestation, core",
         "forge/core/words.py:4: imports trainer.loop; core may import attestation, core",
-        "forge/data/files.py:2: imports launch.device; data may import attestation, core, cluster, data",
-        "forge/data/files.py:3: imports cli; data may import attestation, core, cluster, data",
+        f"forge/data/files.py:2: imports launch.device; {of_data}",
+        f"forge/data/files.py:3: imports cli; {of_data}",
     ]
 
 
@@ -243,25 +244,25 @@ def test_import_of_a_plugin_is_found() -> None:
 def foreign_to_the_executor(tree: list[ast.AST]) -> list[str]:
     return [
         f"snakemake_executor_plugin_forge/__init__.py:{line}: imports {name}; of forge it may import"
-        " forge.cluster"
+        " forge.slurm"
         for line, name in modules_named(tree)
-        if name.startswith("forge") and not name.startswith("forge.cluster.")
+        if name.startswith("forge") and not name.startswith("forge.slurm.")
     ]
 
 
 def test_executor_imports_only_what_is_about_slurm() -> None:
     """Every Snakemake that finds it imports it, also for workflows of others."""
     text = EXECUTOR.read_text()
-    assert "from forge.cluster." in text
+    assert "from forge.slurm." in text
     none_of(foreign_to_the_executor(nodes_of(text)))
 
 
 def test_other_import_of_the_executor_is_found() -> None:
-    text = "import forge.run.run\nfrom forge.cluster.slurm import squeue\nfrom forge.data import x"
+    text = "import forge.run.run\nfrom forge.slurm.slurm import squeue\nfrom forge.data import x"
     where = "snakemake_executor_plugin_forge/__init__.py"
     assert foreign_to_the_executor(nodes_of(text)) == [
-        f"{where}:1: imports forge.run.run; of forge it may import forge.cluster",
-        f"{where}:3: imports forge.data; of forge it may import forge.cluster",
+        f"{where}:1: imports forge.run.run; of forge it may import forge.slurm",
+        f"{where}:3: imports forge.data; of forge it may import forge.slurm",
     ]
 
 

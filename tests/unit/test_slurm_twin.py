@@ -12,8 +12,8 @@ from support.each import hold_for_each
 from support.repository import CLONE
 from support.site_answers import nodes, partition, site
 
-from forge.cluster.site import SiteAnswers
 from forge.core.errors import DataError
+from forge.slurm.site import SiteAnswers
 from tools.slurm_cluster.cluster import why_not
 from tools.slurm_cluster.settings import NodeKind, slurm_conf
 from tools.slurm_cluster.twin import fit_for_here, twin_of

@@ -25,8 +25,8 @@ NODES = (
     "tests/workflow/test_wheel.py::test_source_distribution_has_every_file_of_the_project",
     "tests/unit/core/test_config_docs.py::test_shipped_file_names_its_schema_and_satisfies_it",
     "tests/unit/test_code_blocks.py::test_each_command_in_a_sentence_fits_its_parser",
-    "tests/unit/cluster/test_profile.py::test_without_a_profile_it_is_the_local_one",
-    "tests/unit/cluster/test_lock.py::test_lock_is_given_back",
+    "tests/unit/slurm/test_profile.py::test_without_a_profile_it_is_the_local_one",
+    "tests/unit/hosts/test_lock.py::test_lock_is_given_back",
     "tests/unit/data/test_hub.py::test_files_and_globs_of_models_and_data_sets_are_downloaded_with_their_commit",
     "tests/unit/checkpoint/test_family.py::test_sheet_of_the_documentation_is_accepted",
 )

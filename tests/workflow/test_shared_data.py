@@ -25,7 +25,7 @@ READS_ALL = ("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search")
 HOLD = """
 import sys
 from pathlib import Path
-from forge.cluster.lock import lock
+from forge.hosts.lock import lock
 with lock(Path(sys.argv[1]), "tokenizer"):
     print("held", flush=True)
     sys.stdin.read()

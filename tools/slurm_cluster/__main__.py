@@ -9,9 +9,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from forge.cluster.site import SiteAnswers
 from forge.core.errors import DataError, ForgeError
 from forge.core.terminal import one_line, print_plain
+from forge.slurm.site import SiteAnswers
 
 from .cluster import Cluster, base_folder, why_not
 from .machines import REPOSITORY, ClusterError

@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from forge.cluster.site import SiteAnswers
 from forge.core.errors import DataError
+from forge.slurm.site import SiteAnswers
 
 from .cluster import fields
 from .machines import ClusterError

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 
-from forge.cluster.partitions import minutes
-from forge.cluster.site import SiteAnswers
 from forge.core.errors import DataError
+from forge.slurm.partitions import minutes
+from forge.slurm.site import SiteAnswers
 
 from .settings import CLUSTER
 from .twin_keys import NAME, LeftOut, checked, names_in

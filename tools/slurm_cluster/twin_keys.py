@@ -10,9 +10,9 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
-from forge.cluster.site import SiteAnswers
 from forge.core.errors import DataError
 from forge.core.terminal import one_line
+from forge.slurm.site import SiteAnswers
 
 NAME = r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}"
 FEATURE = r"[A-Za-z0-9][A-Za-z0-9_.:/+-]{0,63}"

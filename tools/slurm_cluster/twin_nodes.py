@@ -7,9 +7,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from forge.cluster.partitions import Node, parse_partitions
-from forge.cluster.site import SiteAnswers
 from forge.core.errors import DataError
+from forge.slurm.partitions import Node, parse_partitions
+from forge.slurm.site import SiteAnswers
 
 from .cluster import fields
 from .settings import MAX_NODES, NodeKind, Settings

@@ -58,7 +58,7 @@ def attest(options: argparse.Namespace) -> Callable[[Path, Any, str | None], Non
         key = load_key(options.sign)
 
     def write(folder: Path, saved: Any, dtype: str | None) -> None:
-        from forge.cluster.lock import lock
+        from forge.hosts.lock import lock
         from forge.plugins.attestation.statement import refuse_planted, write_statement
 
         expected = refuse_planted(folder, saved, dtype) if key and dtype else None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from forge.cluster import exclude, sbatch, submission
-from forge.cluster.allocation import OF_NODES, plain
-from forge.cluster.sbatch import Request
 from forge.core import events
 from forge.core.paths import RunPaths
+from forge.hosts.allocation import OF_NODES, plain
+from forge.slurm import exclude, sbatch, submission
+from forge.slurm.sbatch import Request
 from forge.validation.estimates import BASE_BYTES, training_bytes
 from forge.workflow import PROGRAM_MB, of_profile
 

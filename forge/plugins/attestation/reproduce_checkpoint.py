@@ -14,13 +14,13 @@ from pathlib import Path
 from forge.attestation import verify
 from forge.checkpoint.directory import refuse_link
 from forge.checkpoint.resume import CommittedCheckpoints, is_checkpoint
-from forge.cluster.lock import lock
 from forge.core import events
 from forge.core.errors import ConfigError, DataError, ForgeError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.process import hostname
 from forge.core.scratch import scratch_directory
+from forge.hosts.lock import lock
 from forge.plugins.attestation.draw import Draw
 from forge.plugins.attestation.places import CERTIFICATES, certificate_at, result_at
 from forge.plugins.attestation.records import Certified

@@ -13,7 +13,6 @@ from typing import Generic, Literal, Protocol
 
 from forge.attestation.verify import Links, VerificationError, part
 from forge.checkpoint.checkpoints import RunCheckpoints
-from forge.cluster.network import available_cores, available_memory
 from forge.core import project_plugins
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, Exit, UnfitError
@@ -21,6 +20,7 @@ from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.process import run_within
 from forge.core.terminal import say
+from forge.hosts.network import available_cores, available_memory
 from forge.launch import kernel_cache
 from forge.plugins.attestation.certificate import MadeBy, TrainedAgain
 from forge.plugins.attestation.intervals import Interval, Saved

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from forge.cluster import adopt, slurm
 from forge.core.errors import DataError, ForgeError, TrainingError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.process import slurm_start_variable, stop_with_parent
@@ -24,6 +23,7 @@ from forge.plugins.controller.notify import Notifier, events_of, states_of
 from forge.plugins.controller.places import ControllerPaths
 from forge.plugins.controller.records import Controller, ControllerPhase, ControllerState
 from forge.plugins.controller.shell import outside_of_job
+from forge.slurm import adopt, slurm
 
 # Else a Snakemake that was killed leaves its lock, and outputs that the next one refuses.
 AFTER_A_KILL = ("--nolock", "--rerun-incomplete")

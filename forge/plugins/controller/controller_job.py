@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from forge.cluster import adopt, jobs, slurm
 from forge.core.errors import DataError, UnfitError
 from forge.core.terminal import duration, without_passwords
 from forge.plugins.controller.places import ControllerPaths
 from forge.plugins.controller.records import Controller, ControllerPhase, ControllerState
+from forge.slurm import adopt, jobs, slurm
 
 JOB_NAME = "forge-submit"
 ASK_SEC, STATUS_SEC = 10.0, 3.0  # how long one squeue may take; that of forge status

@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from forge.cluster.allocation import EXECUTOR
 from forge.core.errors import ConfigError, ForgeError, TrainingError
 from forge.core.paths import RunPaths
 from forge.flow import Flow
+from forge.hosts.allocation import EXECUTOR
 from forge.plugins.controller.places import SUBMIT_CHECK
 from forge.plugins.controller.records import SubmitCheck
 from forge.workflow import SUBMITTED

@@ -22,8 +22,8 @@ def add_subcommands(subcommands: Any) -> None:
 
 @hook
 def check_plan(runs: Mapping[str, ResolvedConfig], rules: Mapping[str, Sequence[str]]) -> None:
-    from forge.cluster.adopt import CONTROLLED
     from forge.plugins.controller.controller_job import refuse_living
+    from forge.slurm.adopt import CONTROLLED
 
     if not os.environ.get(CONTROLLED):  # else a controller has started this Snakemake
         refuse_living(runs)

@@ -14,19 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from forge.cluster import adopt, jobs, slurm, submission
-from forge.cluster.lock import lock
-from forge.cluster.partitions import Partition, read_partitions
-from forge.cluster.sbatch import Request, batch_line
 from forge.core import hooks
 from forge.core.errors import ConfigError, DataError, ForgeError, TrainingError, UnfitError
 from forge.core.machine import ControllerSettings, load_machine
 from forge.core.paths import WORKFLOW
 from forge.core.terminal import one_line, say
+from forge.hosts.lock import lock
 from forge.plugins.controller import controller_job
 from forge.plugins.controller.places import CHECKS, CONTROLLERS, SUBMIT_CHECK, ControllerPaths
 from forge.plugins.controller.records import Controller, ControllerState, SubmitCheck
 from forge.plugins.controller.shell import SET_IN_JOBS
+from forge.slurm import adopt, jobs, slurm, submission
+from forge.slurm.partitions import Partition, read_partitions
+from forge.slurm.sbatch import Request, batch_line
 
 DAY_MIN = 24 * 60
 WARN_SEC = 300  # before its time limit; a quarter of a shorter one

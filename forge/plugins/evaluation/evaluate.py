@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forge.checkpoint import directory, export_folder, manifest, resume
-from forge.cluster import slurm
-from forge.cluster.lock import lock
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import digest_file
 from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.records import Evaluated, Evaluation, Score
 from forge.core.terminal import duration, say
 from forge.core.values import shown
+from forge.hosts.lock import lock
 from forge.plugins.evaluation import harness, tasks
 from forge.plugins.evaluation.records import Evaluations
 from forge.plugins.evaluation.settings import Evaluate
 from forge.plugins.evaluation.tasks import task_digest
+from forge.slurm import slurm
 from forge.trainer import numerics
 from forge.trainer.export import export
 

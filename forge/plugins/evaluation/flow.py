@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from forge.cluster.allocation import plain
-from forge.cluster.sbatch import Request
 from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
+from forge.hosts.allocation import plain
 from forge.plugins.evaluation.settings import Evaluate
+from forge.slurm.sbatch import Request
 from forge.workflow import RuleSettings, of_profile
 
 RULE = "evaluate_run"  # its resources in the profile are also those of the jobs during training

@@ -12,8 +12,6 @@ from threading import Event, Thread
 from typing import Self
 
 from forge.checkpoint import directory
-from forge.cluster import slurm
-from forge.cluster.sbatch import Request, batch_line
 from forge.core.errors import ForgeError
 from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.process import user_threads
@@ -23,6 +21,8 @@ from forge.core.values import as_cell
 from forge.plugins.evaluation.flow import RULE
 from forge.plugins.evaluation.records import SubmittedJob
 from forge.plugins.evaluation.settings import Evaluate
+from forge.slurm import slurm
+from forge.slurm.sbatch import Request, batch_line
 
 POLL_SEC = 10.0
 # Variables of the rule that trains, removed for the job: it is not a part of the workflow.

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge.cluster.nodes import NodeFailure, NodePool, failed_on
-from forge.cluster.placement import Placement
 from forge.core.errors import DataError, UnfitError
 from forge.core.file_list import FileEntry, FileList
 from forge.core.files import disk_trouble, private_root, relative_path
 from forge.core.machine import Machine
 from forge.core.process import hostname, node_local_folder
 from forge.core.terminal import say
+from forge.hosts.nodes import NodeFailure, NodePool, failed_on
+from forge.hosts.placement import Placement
 from forge.staging.on_node import SPARE_BYTES
 from forge.staging.sbcast import Broadcast, SbcastFailed
 from forge.staging.to_nodes import ASK_SEC, MIN_DISK_BYTES_PER_SEC

@@ -17,14 +17,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from forge.cluster.nodes import NodeFailure, NodePool, failed_on
-from forge.cluster.placement import Placement
 from forge.core.errors import ConfigError, Exit, ForgeError
 from forge.core.files import short_id
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
 from forge.core.program_settings import STEP, filled
+from forge.hosts.nodes import NodeFailure, NodePool, failed_on
+from forge.hosts.placement import Placement
 from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.rank_records import STOP_ASKED, LaunchSpec, ProgramTask, RankRecord, reserves
 from forge.plugins.mirror.arrivals import Arrivals, RankFiles

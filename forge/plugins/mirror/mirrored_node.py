@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from forge.cluster.nodes import NodeFailure, NodePool, failed_on
 from forge.core.errors import DataError, ForgeError
 from forge.core.terminal import say
+from forge.hosts.nodes import NodeFailure, NodePool, failed_on
 from forge.plugins.mirror.arrivals import Arrivals
 from forge.plugins.mirror.mirror_on_node import (
     MirrorNews,

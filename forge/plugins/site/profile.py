@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from forge.cluster.site import SiteAnswers
 from forge.core.errors import ConfigError
 from forge.core.files import disk_trouble
 from forge.core.terminal import print_plain, say
@@ -22,6 +21,7 @@ from forge.plugins.site.profile_words import (
     preempted_in_words,
 )
 from forge.plugins.site.site_choice import Choice, Wishes, choose
+from forge.slurm.site import SiteAnswers
 
 PROFILES = Path("profiles")
 # Snakemake reads this one in every command, after that of --profile.

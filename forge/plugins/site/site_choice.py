@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from forge.cluster.allocation import BEFORE_TRAINING_MIN
-from forge.cluster.site import SiteAnswers
 from forge.core.errors import ConfigError
+from forge.hosts.allocation import BEFORE_TRAINING_MIN
 from forge.plugins.site.site_places import Place, Site
+from forge.slurm.site import SiteAnswers
 
 BEFORE_MIN = 2 * BEFORE_TRAINING_MIN  # stage and preflight
 WEEK_MIN = 7 * 24 * 60  # a job's time where Slurm has no limit

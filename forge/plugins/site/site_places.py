@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from forge.cluster.accounts import Association, Limits, Qos, read_associations, read_qos
-from forge.cluster.partitions import Node, Partition
-from forge.cluster.site import SiteAnswers
 from forge.plugins.site.gpu_models import GpuModel, is_slice, model_of
+from forge.slurm.accounts import Association, Limits, Qos, read_associations, read_qos
+from forge.slurm.partitions import Node, Partition
+from forge.slurm.site import SiteAnswers
 
 _SHORT_MIN = 240  # partitions for trials have less
 _FOR_TRIALS = re.compile(r"debug|dev|test|interactive|jupyter|viz|visual|login|copy|transfer|xfer")

@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from forge.cluster.lock import lock
 from forge.core.errors import ConfigError, ForgeError, UnfitError
 from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
 from forge.core.terminal import begin_log, say, without_passwords, write
+from forge.hosts.lock import lock
 from forge.plugins.tracking.places import sent_folder
 from forge.plugins.tracking.records import Sent
 from forge.plugins.tracking.rows import Rows

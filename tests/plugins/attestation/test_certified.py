@@ -7,13 +7,13 @@ import pytest
 from support.recorded_run import RecordedRun
 from support.run_states import hold, new_run, train
 
-from forge.cluster import slurm
 from forge.plugins.attestation.places import CERTIFICATES, result_at
 from forge.plugins.attestation.records import Certified
 from forge.reporting import show, status
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import judge
 from forge.reporting.summary import summarize
+from forge.slurm import slurm
 
 
 @pytest.fixture(autouse=True)

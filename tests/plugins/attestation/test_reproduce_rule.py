@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from forge import workflow
-from forge.cluster.placement import WorldLayout
 from forge.core import events
 from forge.core.config import Config, Ids, checked
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.data.content_ids import resolve
+from forge.hosts.placement import WorldLayout
 from forge.plugins.attestation import flow
 
 ALLOCATION = SimpleNamespace(

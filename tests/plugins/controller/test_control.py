@@ -9,7 +9,6 @@ import pytest
 from support import happenings
 from support.run_states import new_run
 
-from forge.cluster import adopt, slurm
 from forge.core import process
 from forge.core.errors import TrainingError, UnfitError
 from forge.core.paths import WORKFLOW_RUNS
@@ -18,6 +17,7 @@ from forge.plugins.controller import control
 from forge.plugins.controller.controller_job import ControllerJob
 from forge.plugins.controller.places import ControllerPaths
 from forge.plugins.controller.records import Controller, ControllerState, SubmitCheck
+from forge.slurm import adopt, slurm
 
 
 @pytest.fixture

@@ -6,11 +6,11 @@ import time
 import pytest
 
 from forge.cli import main
-from forge.cluster import slurm
 from forge.core.errors import UnfitError
 from forge.plugins.controller import controller_job
 from forge.plugins.controller.places import ControllerPaths
 from forge.plugins.controller.records import Controller, ControllerState, SubmitCheck
+from forge.slurm import slurm
 
 RUNS = {"base": "results/base", "large": "results/large"}
 TOKENS = "data/tokens/0123/manifest.json"

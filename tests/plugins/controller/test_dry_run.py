@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge.cluster import adopt
 from forge.core import hooks
 from forge.core.errors import DataError, UnfitError
 from forge.plugins.controller import controller_job
 from forge.plugins.controller.places import CHECKS, SUBMIT_CHECK
 from forge.plugins.controller.records import SubmitCheck
+from forge.slurm import adopt
 
 
 @pytest.fixture

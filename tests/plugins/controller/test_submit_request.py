@@ -6,12 +6,12 @@ import subprocess
 import pytest
 
 from forge import cli
-from forge.cluster.partitions import parse_partitions
 from forge.core.errors import ConfigError, Exit, UnfitError
 from forge.core.machine import ControllerSettings
 from forge.plugins.controller import submit
 from forge.plugins.controller.places import ControllerPaths
 from forge.plugins.controller.records import Controller, SubmitCheck
+from forge.slurm.partitions import parse_partitions
 
 CHECK = SubmitCheck(account="lab", partition="cpu", requests=[["lab", "cpu"], ["lab", "gpu"]])
 

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from forge import workflow
-from forge.cluster.sbatch import Request
 from forge.core.config import Config, checked, load_config
 from forge.core.errors import ConfigError
 from forge.core.hooks import check_targets
@@ -18,6 +17,7 @@ from forge.core.records import RunSettings
 from forge.data.content_ids import resolve
 from forge.plugins.evaluation.hooks import wanted_files
 from forge.plugins.evaluation.settings import Evaluate
+from forge.slurm.sbatch import Request
 
 
 @pytest.fixture(autouse=True)

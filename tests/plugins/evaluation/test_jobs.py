@@ -10,8 +10,6 @@ import pytest
 
 from forge import cli
 from forge.checkpoint.manifest import MANIFEST
-from forge.cluster import slurm
-from forge.cluster.sbatch import Request
 from forge.core.config import Config, apply_overrides, checked
 from forge.core.files import write_json
 from forge.core.paths import RunPaths
@@ -20,6 +18,8 @@ from forge.plugins.evaluation import jobs
 from forge.plugins.evaluation.jobs import EvaluationJobs, checkpoint_jobs
 from forge.plugins.evaluation.records import SubmittedJob
 from forge.plugins.evaluation.settings import Evaluate
+from forge.slurm import slurm
+from forge.slurm.sbatch import Request
 
 OPTIONS = ["--partition=gpu", "--gres=gpu:1", "--time=60"]
 EVERY = Evaluate(tasks=["words", "more words"], include_path="my tasks", every=10)

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from forge.cluster.nodes import NodePool
-from forge.cluster.placement import Placement, WorldLayout, check_layout
 from forge.core import hooks
 from forge.core.config import Config
 from forge.core.errors import ConfigError
@@ -18,6 +16,8 @@ from forge.core.file_list import FileList
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
+from forge.hosts.nodes import NodePool
+from forge.hosts.placement import Placement, WorldLayout, check_layout
 from forge.plugins.mirror import checkpoint_copies
 from forge.plugins.mirror.mirror_on_node import begin_mirror
 

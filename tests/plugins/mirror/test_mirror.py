@@ -8,10 +8,10 @@ import os
 
 import pytest
 
-from forge.cluster.nodes import NodeFailure
-from forge.cluster.placement import Placement
 from forge.core.errors import DataError
 from forge.core.paths import RunPaths
+from forge.hosts.nodes import NodeFailure
+from forge.hosts.placement import Placement
 from forge.launch.launcher import verdict
 from forge.launch.rank_records import RankRecord
 from forge.plugins.mirror import mirror, mirror_on_node

@@ -7,10 +7,10 @@ from html import unescape
 import pytest
 from support.run_states import KINDS, QUEUE, new_run
 
-from forge.cluster import jobs, slurm
 from forge.plugins.pages.report import render
 from forge.reporting import run_state
 from forge.reporting.run_files import RunFiles
+from forge.slurm import jobs, slurm
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ import pytest
 from support.repository import REPOSITORY
 
 from forge.cli import main
-from forge.cluster import slurm
-from forge.cluster.site import SiteAnswers
 from forge.core.errors import Exit
 from forge.core.machine import load_machine
+from forge.slurm import slurm
+from forge.slurm.site import SiteAnswers
 
 SITES = Path(__file__).parent / "sites"
 KEMPNER = str(SITES / "kempner.json")

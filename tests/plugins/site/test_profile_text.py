@@ -18,13 +18,9 @@ from snakemake.ioutils import register_in_globals
 from support.repository import REPOSITORY as ROOT
 
 import forge
-from forge.cluster.allocation import Profile, allocation_resources, plain, refuse_unknown
-from forge.cluster.jobs import TRAIN_RULE
-from forge.cluster.sbatch import Request
-from forge.cluster.site import SiteAnswers
-from forge.cluster.submission import problems
 from forge.core.errors import ConfigError, DataError
 from forge.core.machine import load_machine
+from forge.hosts.allocation import Profile, allocation_resources, plain, refuse_unknown
 from forge.plugins.site.profile_text import (
     FIXED,
     config_text,
@@ -34,6 +30,10 @@ from forge.plugins.site.profile_text import (
 )
 from forge.plugins.site.profile_words import _OF_SNAKEMAKE
 from forge.plugins.site.site_choice import BEFORE_MIN, Wishes, choose
+from forge.slurm.jobs import TRAIN_RULE
+from forge.slurm.sbatch import Request
+from forge.slurm.site import SiteAnswers
+from forge.slurm.submission import problems
 
 SITES = Path(__file__).parent / "sites"
 ALL = sorted(path.stem for path in SITES.glob("*.json"))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from forge.cluster.site import SiteAnswers
 from forge.core.errors import ConfigError, ForgeError
 from forge.plugins.site.site_choice import Wishes, choose
+from forge.slurm.site import SiteAnswers
 
 SITES = Path(__file__).parent / "sites"
 

@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from forge.cluster import slurm
-from forge.cluster.placement import Placement, WorldLayout
 from forge.core.machine import load_machine
+from forge.hosts.placement import Placement, WorldLayout
 from forge.launch.launch_command import launch_command
+from forge.slurm import slurm
 
 SPEC = "results/base/.launch/20260101T000000-7/spec.json"
 ENTRY = ["-m", "forge.worker", SPEC]

@@ -11,7 +11,6 @@ import time
 import pytest
 from support.live_run import wait_until
 
-from forge.cluster import slurm
 from forge.core import events, process
 from forge.core.errors import Exit, UnfitError
 from forge.core.files import write_json
@@ -21,6 +20,7 @@ from forge.core.process import Process
 from forge.launch import launcher, lost_ranks
 from forge.launch.heartbeat import Activity
 from forge.launch.rank_records import NO_RECORD, LaunchSpec, PreflightTask, RankRecord
+from forge.slurm import slurm
 
 DONE = RankRecord("completed", step=100)
 STOPPED = RankRecord("stopped", 0, Exit.STOPPED, step=40, cause="SIGTERM")

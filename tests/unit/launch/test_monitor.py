@@ -12,10 +12,10 @@ import pytest
 from support import nvml
 from support.nvml import UNSUPPORTED, FakeGpu
 
-from forge.cluster import network
-from forge.cluster.gpus import visible_gpus
 from forge.core.machine import load_machine
 from forge.core.process import hostname
+from forge.hosts import network
+from forge.hosts.gpus import visible_gpus
 from forge.launch import monitor
 from forge.launch.monitor import node_load, start_monitor
 from forge.launch.rank import Rank

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from forge.checkpoint.manifest import StoredFile
-from forge.cluster.rendezvous import JoinError
 from forge.core.errors import UnfitError
 from forge.core.machine import Machine
+from forge.hosts.rendezvous import JoinError
 from forge.launch import process_group
 from forge.launch.process_group import Background, PeerFailed, joined, named
 from forge.launch.rank import Rank

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from forge import worker
-from forge.cluster import network
 from forge.core.machine import Machine
 from forge.core.process import Process
+from forge.hosts import network
 from forge.launch.rank_records import LaunchSpec, ReplayTask, TrainTask
 
 CORES = 4

@@ -6,7 +6,6 @@ import time
 import pytest
 from support.happenings import preflight
 
-from forge.cluster import slurm
 from forge.core import events
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
@@ -14,6 +13,7 @@ from forge.core.process import Process
 from forge.launch import shutdown_budget
 from forge.launch.rank_records import LaunchSpec, TrainTask
 from forge.launch.shutdown_budget import ShutdownBudget
+from forge.slurm import slurm
 
 
 def measured(step=1.0, save=20.0, stall=0.5, **facts):

@@ -9,7 +9,6 @@ import threading
 import pytest
 from support.live_run import wait_until
 
-from forge.cluster import slurm
 from forge.core.files import write_json
 from forge.core.process import Process
 from forge.launch import lost_ranks
@@ -17,6 +16,7 @@ from forge.launch.heartbeat import Activity
 from forge.launch.lost_ranks import StoppedRanks
 from forge.launch.rank_records import RankRecord, RecordsSoFar, pid_file
 from forge.launch.watchdog import provisional
+from forge.slurm import slurm
 
 WAITING = Activity(18, "all-reduce of gradients in step 18", waits=True, sec=30, stalled=True)
 

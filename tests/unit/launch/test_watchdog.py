@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from forge.cluster import slurm
 from forge.core.process import hostname
 from forge.launch import lost_ranks
 from forge.launch.heartbeat import Heartbeat, LastCollectives
 from forge.launch.rank_records import RankRecord
 from forge.launch.watchdog import Watchdog
+from forge.slurm import slurm
 
 
 class Stalling(Heartbeat):

@@ -9,12 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forge.cluster import rendezvous, slurm
-from forge.cluster.nodes import NodeFailure
-from forge.cluster.placement import Placement
-from forge.cluster.slurm import Job
 from forge.core.machine import load_machine
 from forge.core.records import Check
+from forge.hosts import rendezvous
+from forge.hosts.nodes import NodeFailure
+from forge.hosts.placement import Placement
 from forge.preflight import compare_nodes, packages
 from forge.preflight.compare_nodes import (
     CheckedNode,
@@ -26,6 +25,8 @@ from forge.preflight.compare_nodes import (
     nodes_to_leave_out,
 )
 from forge.preflight.node_checks import Link, NodeAnswer, NodeFacts, Wanted
+from forge.slurm import slurm
+from forge.slurm.slurm import Job
 
 NAMES = [f"n{number}" for number in range(6)]
 VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "forge code": "abc"}

@@ -3,12 +3,12 @@ put there by different people."""
 
 import pytest
 
-from forge.cluster import slurm
-from forge.cluster.container import Container
-from forge.cluster.placement import Placement
 from forge.core.machine import load_machine
+from forge.hosts.container import Container
+from forge.hosts.placement import Placement
 from forge.preflight import container_checks as checks
 from forge.preflight.node_checks import installed_versions
+from forge.slurm import slurm
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 6, "gpu", "x", True, None)
 OWN = "{forge} {forge code}".format(**installed_versions())

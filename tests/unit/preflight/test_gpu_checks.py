@@ -8,7 +8,7 @@ import pytest
 from support import nvml
 from support.nvml import UNSUPPORTED, FakeGpu
 
-from forge.cluster import gpus
+from forge.hosts import gpus
 from forge.preflight import compare_nodes
 from forge.preflight.compare_nodes import CheckedNode, bad_nodes
 from forge.preflight.gpu_checks import gpu_checks

@@ -4,14 +4,14 @@ import contextlib
 
 import pytest
 
-from forge.cluster.placement import Placement, WorldLayout
-from forge.cluster.rendezvous import EndpointError
-from forge.cluster.slurm import Job
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
 from forge.core.records import Check
+from forge.hosts.placement import Placement, WorldLayout
+from forge.hosts.rendezvous import EndpointError
 from forge.launch.rank_records import ProbedRank, ProbeResult, RankRecord
 from forge.preflight import isolate
+from forge.slurm.slurm import Job
 
 HOSTS = ("n1", "n2", "n3")
 ADDRESSES = {"n1": "10.0.0.1", "n2": "10.0.0.2", "n3": "10.0.0.3"}

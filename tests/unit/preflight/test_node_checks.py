@@ -20,7 +20,6 @@ from support import inputs
 from support.shards import make
 
 import forge
-from forge.cluster import network
 from forge.core.errors import UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import inputs_folder
@@ -28,6 +27,7 @@ from forge.core.process import hostname
 from forge.core.records import Check
 from forge.data.inputs import InputSet
 from forge.data.shards import ShardSet
+from forge.hosts import network
 from forge.launch.rank_records import ProgramFolders
 from forge.preflight import node_checks
 from forge.preflight.node_checks import Listener, Wanted, WantedProgram, Written

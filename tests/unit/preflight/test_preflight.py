@@ -7,9 +7,6 @@ from dataclasses import replace
 import pytest
 from support import happenings
 
-from forge.cluster import exclude
-from forge.cluster.placement import Placement, WorldLayout
-from forge.cluster.slurm import Job
 from forge.core import events, json_lines
 from forge.core.config import Ids, load_config
 from forge.core.errors import ConfigError, UnfitError
@@ -18,11 +15,14 @@ from forge.core.paths import RunPaths, tokens_folder
 from forge.core.process import hostname
 from forge.core.records import Check, StageRecord
 from forge.data.content_ids import resolve
+from forge.hosts.placement import Placement, WorldLayout
 from forge.launch.rank_records import ProbedRank, ProbeResult, RankRecord
 from forge.preflight import compare_nodes, isolate, preflight
 from forge.preflight.bisection import BrokenNodes
 from forge.preflight.compare_nodes import CheckedNode
 from forge.preflight.node_checks import NodeFacts
+from forge.slurm import exclude
+from forge.slurm.slurm import Job
 
 IDS = Ids(tokenizer="a" * 12, tokens="b" * 12)
 MODEST = {"preflight.min_free_disk_gib": 0, "preflight.min_free_memory_gib": 0}

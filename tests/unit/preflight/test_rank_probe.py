@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from forge.cluster.placement import WorldLayout
 from forge.core.machine import load_machine
 from forge.core.records import Check
+from forge.hosts.placement import WorldLayout
 from forge.launch.rank_records import ProbedRank, ProbeResult, RankRecord
 from forge.preflight.isolate import last_error
 from forge.preflight.rank_checks import rank_checks

@@ -7,9 +7,9 @@ import pytest
 from support import sysfs
 from support.repository import REPOSITORY
 
-from forge.cluster import network
-from forge.cluster.placement import WorldLayout
 from forge.core.machine import load_machine
+from forge.hosts import network
+from forge.hosts.placement import WorldLayout
 from forge.preflight import node_checks, packages
 from forge.preflight.node_checks import Wanted
 

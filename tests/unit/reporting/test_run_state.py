@@ -23,16 +23,16 @@ from support.run_states import (
 )
 
 from forge.checkpoint.sealed import ProgramCheckpoints
-from forge.cluster import jobs, slurm
-from forge.cluster.lock import WORKFLOW_LOCK
 from forge.core import events
 from forge.core.file_list import FileList
 from forge.core.files import read_json, write_json
 from forge.core.process import Process
 from forge.core.records import Lock
+from forge.hosts.lock import WORKFLOW_LOCK
 from forge.reporting import logs, run_state, show, status, summary, workflow_output
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import judge
+from forge.slurm import jobs, slurm
 
 
 @pytest.fixture(autouse=True)

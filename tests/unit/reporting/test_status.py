@@ -15,12 +15,12 @@ from support.recorded_run import RecordedRun
 from support.run_states import GOAL, hold, new_run, train
 
 from forge.cli import main
-from forge.cluster import slurm
 from forge.core.files import write_json
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
 from forge.reporting import run_state
 from forge.reporting.status import look, row
+from forge.slurm import slurm
 
 
 @pytest.fixture(autouse=True)

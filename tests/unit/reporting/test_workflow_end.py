@@ -7,8 +7,8 @@ import pytest
 from support import happenings
 from support.run_states import KINDS, new_run, train
 
-from forge.cluster import slurm
 from forge.reporting.workflow_output import MAX_ROWS, print_end
+from forge.slurm import slurm
 
 
 @pytest.fixture(autouse=True)

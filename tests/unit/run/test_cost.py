@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge.cluster.allocation import Allocation, Profile
-from forge.cluster.placement import WorldLayout
 from forge.core.config import Config, checked, load_config
 from forge.core.errors import ConfigError, Exit
 from forge.core.machine import load_machine
 from forge.data.content_ids import resolve
+from forge.hosts.allocation import Allocation, Profile
+from forge.hosts.placement import WorldLayout
 from forge.run import forge_trainer
 from forge.run.cost import Cost, costs, refuse_more, summary
 from forge.run.programs import program_of

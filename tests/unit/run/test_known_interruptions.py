@@ -4,13 +4,13 @@ that a person did, and nothing twice."""
 import pytest
 from support import happenings
 
-from forge.cluster.slurm import AccountedStart
 from forge.core import events
 from forge.core.config import Config
 from forge.core.goodput import Interruptions
 from forge.core.paths import RunPaths
 from forge.run import interruptions as module
 from forge.run.interruptions import interruptions, known_at_launch, known_here
+from forge.slurm.slurm import AccountedStart
 
 HOUR = 3600
 

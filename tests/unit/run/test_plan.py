@@ -9,7 +9,6 @@ from support import happenings
 from support.shards import make
 
 from forge import cli
-from forge.cluster.placement import WorldLayout, check_layout
 from forge.core import events
 from forge.core.config import Config, load_config
 from forge.core.errors import ConfigError
@@ -17,6 +16,7 @@ from forge.core.machine import load_machine
 from forge.core.paths import tokens_folder
 from forge.core.process import hostname
 from forge.data.content_ids import resolve_ids
+from forge.hosts.placement import WorldLayout, check_layout
 from forge.run.plan import plan
 
 SEVEN_B = """

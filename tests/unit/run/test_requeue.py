@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from forge.cluster import slurm
-from forge.cluster.placement import Placement
 from forge.core import json_lines
 from forge.core.errors import UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
+from forge.hosts.placement import Placement
 from forge.launch.rank_records import RankRecord
 from forge.run import requeue
+from forge.slurm import slurm
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
 

@@ -7,13 +7,13 @@ import pytest
 from support.repository import REPOSITORY as ROOT
 
 from forge import cli
-from forge.cluster.placement import WorldLayout, check_layout
 from forge.core import memory
 from forge.core.config import load_config, read_values
 from forge.core.machine import load_machine
 from forge.core.memory import GIB, Shape
 from forge.core.sample_sheet import read_rows, run_configs
 from forge.core.terminal import duration
+from forge.hosts.placement import WorldLayout, check_layout
 from forge.run.step_time import Speed, step_time
 
 SIZES = ["124m", "1b", "7b", "13b", "70b"]

@@ -4,18 +4,18 @@ import pytest
 from support import happenings
 
 from forge.checkpoint.resume import CommittedCheckpoints
-from forge.cluster import slurm
-from forge.cluster.placement import Placement, WorldLayout
 from forge.core import events
 from forge.core.config import Config
 from forge.core.errors import UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
 from forge.core.records import PreflightPass, StageRecord
+from forge.hosts.placement import Placement, WorldLayout
 from forge.launch import lost_ranks
 from forge.launch.launcher import LaunchPlan
 from forge.launch.rank_records import RankRecord
 from forge.run import requeue, train
+from forge.slurm import slurm
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
 LOST = RankRecord("lost", code=69, cause="peer lost", message="rank 1 of 2 exited without a record")

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import forge
-from forge.cluster.placement import Placement
-from forge.cluster.slurm import Job
 from forge.core.config import Config, checked
 from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
 from forge.data.inputs import source_digest
+from forge.hosts.placement import Placement
+from forge.slurm.slurm import Job
 from forge.staging import environment
 from forge.staging.environment import EnvironmentPart
 

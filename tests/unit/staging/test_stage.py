@@ -14,8 +14,6 @@ from support import inputs
 from support.repository import REPOSITORY as ROOT
 from support.shards import make
 
-from forge.cluster import exclude, slurm
-from forge.cluster.placement import Placement, WorldLayout
 from forge.core import json_lines
 from forge.core.config import Config, Ids, load_config
 from forge.core.errors import DataError, UnfitError
@@ -25,6 +23,8 @@ from forge.core.process import hostname
 from forge.data import content_ids
 from forge.data.content_ids import resolve
 from forge.data.inputs import make_inputs
+from forge.hosts.placement import Placement, WorldLayout
+from forge.slurm import exclude, slurm
 from forge.staging import on_node, stage
 from forge.staging.stage import program_folders, remove_staged, stage_record
 
@@ -327,7 +327,7 @@ def test_runs_that_stage_at_once_on_one_node_wait_for_each_other(config, machine
         "copy = on_node._copy_file\n"
         "on_node._copy_file = lambda a, b: (time.sleep(0.2), copy(a, b))\n"  # so that both are at it
         "config, machine = ResolvedConfig.model_validate(values[0]), Machine.model_validate(values[1])\n"
-        "from forge.cluster.placement import WorldLayout\n"
+        "from forge.hosts.placement import WorldLayout\n"
         "sys.stdin.readline(); stage.stage(config, machine, WorldLayout())\n"
     )
     children = []

@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from forge.cluster import slurm
-from forge.cluster.placement import Placement
 from forge.core.config import Config, checked
 from forge.core.errors import DataError
 from forge.core.files import read_json, write_json
 from forge.core.paths import RunPaths, stage_proof_file
 from forge.core.records import StageRecord
 from forge.data.content_ids import resolve
+from forge.hosts.placement import Placement
+from forge.slurm import slurm
 from forge.staging import stage
 from forge.staging.stage import keep, program_folders, stage_record
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from support.shards import make
 
-from forge.cluster import slurm
-from forge.cluster.nodes import NodeFailure
 from forge.core.errors import DataError
 from forge.data.shards import ShardSet
+from forge.hosts.nodes import NodeFailure
+from forge.slurm import slurm
 from forge.staging import on_node
 from forge.staging.sbcast import COMPRESS_SHARDS_BELOW, Broadcast, blame, is_slower
 

@@ -10,14 +10,14 @@ import pytest
 from support import inputs
 from support.shards import make
 
-from forge.cluster.nodes import NodePool
-from forge.cluster.placement import Placement
-from forge.cluster.slurm import Job
 from forge.core.config import Config
 from forge.core.errors import DataError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import inputs_folder
 from forge.data.inputs import InputSet
+from forge.hosts.nodes import NodePool
+from forge.hosts.placement import Placement
+from forge.slurm.slurm import Job
 from forge.staging import to_nodes
 from forge.staging.to_nodes import stage_nodes
 

@@ -8,11 +8,11 @@ import torch
 from support import architectures
 from support.architectures import each_architecture
 
-from forge.cluster.placement import WorldLayout, check_layout
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine
 from forge.core.train_settings import Train
+from forge.hosts.placement import WorldLayout, check_layout
 from forge.trainer import transforms
 from forge.trainer.initialize import initialized
 

@@ -9,13 +9,13 @@ from support.manifests import IDS, NUMERICS, lineage_of, manifest_of
 
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Hardware, StoredFile, Versions
-from forge.cluster.network import available_cores
 from forge.core import events
 from forge.core.config import ResolvedConfig, checked, load_config
 from forge.core.paths import RunPaths
 from forge.core.provenance import cpu_name
 from forge.core.train_settings import Train
 from forge.data.content_ids import resolve
+from forge.hosts.network import available_cores
 from forge.launch.rank_records import RankRecord, ReplayResult
 from forge.trainer import metrics
 from forge.validation import replay

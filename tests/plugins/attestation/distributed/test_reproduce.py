@@ -23,11 +23,11 @@ import forge as forge_package
 from forge import __version__ as forge_version
 from forge.attestation import verify
 from forge.checkpoint.directory import Checkpoint
-from forge.cluster.lock import lock
 from forge.core import events
 from forge.core.files import canonical, digest_bytes, digest_file, read_json, write_json
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
+from forge.hosts.lock import lock
 from forge.plugins.attestation import retrain
 from forge.plugins.attestation.certificate import Reproduction, envelope_path
 from forge.plugins.attestation.places import CERTIFICATES, REPRODUCED, certificate_at, result_at

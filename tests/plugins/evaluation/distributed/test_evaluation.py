@@ -14,13 +14,13 @@ from support import live_run
 from support.live_run import MARK, MARK_VALUE, Run, forge, wait_until
 
 from forge.checkpoint import directory, storage
-from forge.cluster.lock import lock
 from forge.core.config import Config
 from forge.core.errors import UnfitError
 from forge.core.files import digest_file, read_json
 from forge.core.paths import tokenizer_folder
 from forge.core.records import Evaluation, Score
 from forge.data.tokenizer import load_tokenizer
+from forge.hosts.lock import lock
 from forge.plugins.evaluation import evaluate as evaluation
 from forge.plugins.evaluation.records import Evaluations
 from forge.plugins.evaluation.settings import Evaluate

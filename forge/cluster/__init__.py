@@ -1,1 +1,0 @@
-"""Slurm and hosts: jobs, nodes, placement, network, locks, checks before submission."""

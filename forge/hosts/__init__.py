@@ -1,0 +1,1 @@
+"""Hosts: allocation, placement, network, containers and locks of the processes of a run."""

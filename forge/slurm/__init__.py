@@ -1,0 +1,1 @@
+"""Slurm: its commands and their answers, jobs, requests, limits, checks before submission."""
