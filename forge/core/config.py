@@ -403,6 +403,13 @@ def use_plugins(values: dict[str, Any]) -> None:
     project_plugins.read([expanded(path) for path in paths])
 
 
+def use_plugins_of_project() -> None:
+    """Import the plugins of the project in the current directory, for a command that has not read its
+    config. Raises ConfigError."""
+    if Path(CONFIG).is_file():
+        use_plugins(read_values(CONFIG))
+
+
 def checked(model: type[AnySection], values: dict[str, Any], where: str) -> AnySection:
     """`values` as a section of type `model`. Raises ConfigError that names every bad key and value, or a
     plugin that the project does not have: those in `ids` of a recorded config are imported."""
@@ -422,8 +429,8 @@ def checked(model: type[AnySection], values: dict[str, Any], where: str) -> AnyS
 def _import_recorded(plugins: dict[str, Any], where: str) -> None:
     """Import the plugins of a recorded config. The project may not have made their copies yet, as in a
     new clone."""
-    if Path(CONFIG).is_file() and not all(map(project_plugins.is_kept, plugins.values())):
-        use_plugins(read_values(CONFIG))
+    if not all(map(project_plugins.is_kept, plugins.values())):
+        use_plugins_of_project()
     project_plugins.use(plugins, where)
 
 
