@@ -85,6 +85,7 @@ def test_installed_wheel_runs_the_first_rules(installed: Path, project: Project)
     module = Path(output("python", "-c", "import forge; print(forge.__file__)").strip())
     assert module.is_relative_to(installed.parent)
     assert files_below(module.parent) == files_below(REPOSITORY / "forge")
+    assert not [*installed.parent.rglob("examples/plugins")]
     # -P: without the project's own copy of the executor.
     assert EXECUTOR in output("python", "-P", "-m", "snakemake", "--help")
     assert "validate" in output("forge", "--help")
