@@ -3,8 +3,8 @@
 A plugin is a folder `forge/plugins/NAME`; functions in its `hooks.py` that are marked with `hook`
 implement some of `Hooks`. Plugins are found by listing these files, so a deleted folder is an absent
 plugin and no error. They are called in order of their names. None is looked for before it is asked for:
-ranks have none. Plugins of a project (`core.project_plugins`) are added by `register`, and are called
-before them.
+ranks have none. A plugin of a project (`core.project_plugins`) implements `architectures` and
+`optimizers`, and is taken up by `register`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PROJECT = "forge"
 FOLDER = Path(__file__).parents[1] / "plugins"
+OF_PROJECTS = {"architectures", "optimizers"}  # hooks that a plugin of a project may implement
 hook = pluggy.HookimplMarker(PROJECT)
 _specified = pluggy.HookspecMarker(PROJECT)
 _first = _specified(firstresult=True)  # asked until one plugin gives something else than None
@@ -226,13 +227,10 @@ def _call() -> Any:
     # pluggy calls the last one that was registered first.
     for name in reversed(names()):
         manager.register(import_module(f"forge.plugins.{name}.hooks"), name)
-    for name, module in _of_project.items():
-        manager.register(module, name)
     return manager.hook
 
 
-# Plugins of the project: name -> module; and what they have, asked once: each has a name of its own.
-_of_project: dict[str, ModuleType] = {}
+# What plugins of the project have, with the plugin that has it.
 _architectures: dict[str, tuple[str, type[Model]]] = {}
 _optimizers: dict[str, tuple[str, Optimizer]] = {}
 
@@ -241,13 +239,17 @@ def register(name: str, module: ModuleType, taken: Collection[str]) -> None:
     """Take up a plugin of the project. taken: architectures and optimizers of Forge.
 
     Raises pluggy.PluginValidationError for a function that is marked as a hook and is none of `Hooks`, or
-    takes other arguments; TypeError for what is no architecture or optimizer; ValueError for a name that
-    is taken.
+    takes other arguments; TypeError for what is no architecture or optimizer; ValueError for other hooks,
+    which jobs would not call, and for a name that is taken.
     """
     own = pluggy.PluginManager(PROJECT)
     own.add_hookspecs(Hooks)
     own.register(module, name)
     own.check_pending()
+    if others := {call.name for call in own.get_hookcallers(module) or ()} - OF_PROJECTS:
+        raise ValueError(
+            f"{', '.join(sorted(others))}: a plugin of a project has {' and '.join(sorted(OF_PROJECTS))}"
+        )
     models = _named(own.hook.architectures(), "architectures", type)
     updates = _named(own.hook.optimizers(), "optimizers", tuple)
     for key in (*models, *updates):
@@ -255,9 +257,6 @@ def register(name: str, module: ModuleType, taken: Collection[str]) -> None:
             raise ValueError(f"the name {key} is taken, by Forge or by another plugin")
     _architectures.update({key: (name, model) for key, model in models.items()})
     _optimizers.update({key: (name, one) for key, one in updates.items()})
-    _of_project[name] = module
-    _call.cache_clear()
-    sections.cache_clear()
 
 
 def _named(found: list[Any], hook_name: str, kind: type) -> dict[str, Any]:

@@ -60,19 +60,11 @@ def fresh_process() -> Iterator[None]:
     modules, finders = set(sys.modules), [*sys.meta_path]
     with (
         mock.patch.object(project_plugins, "_used", {}),
-        mock.patch.object(hooks, "_of_project", {}),
         mock.patch.object(hooks, "_architectures", {}),
         mock.patch.object(hooks, "_optimizers", {}),
     ):
-        _forget_calls()
         yield
-    _forget_calls()
     sys.meta_path[:] = finders
     for name in set(sys.modules) - modules:
         if name.startswith(project_plugins.PACKAGE):
             del sys.modules[name]
-
-
-def _forget_calls() -> None:
-    hooks._call.cache_clear()
-    hooks.sections.cache_clear()

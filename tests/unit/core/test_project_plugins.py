@@ -140,6 +140,10 @@ def test_another_digest_than_the_one_in_use_is_refused_by_name(project):
         ("raise SystemExit(3)", "SystemExit: 3"),
         (HOOKS.replace("def architectures():", "def architectures(unknown):"), "unknown"),
         (HOOKS.replace("def optimizers", "def optimiser"), "optimiser"),
+        (
+            f"{HOOKS}\n\n@hook\ndef run_files():\n    return []\n",
+            "run_files: a plugin of a project has",
+        ),
         (HOOKS.replace('{"twin": Twin}', '{"llama": Twin}'), "llama"),
         (HOOKS.replace('{"twin": Twin}', "{'twin': 3}"), "twin is 3"),
         (HOOKS.replace('{"twin": Twin}', "7"), "architectures"),
