@@ -21,16 +21,8 @@ PLACE = "FORGE_TEST_REPOSITORY"
 EDITED_BY_USERS = ("config/config.yaml", "config/runs.tsv")
 # Where a file that git does not know yet is a developer's.
 CODE = (
-    *(
-        "bench",
-        "docs",
-        "examples",
-        "forge",
-        "snakemake_executor_plugin_forge",
-        "tests",
-        "tools",
-        "workflow",
-    ),
+    *("bench", "docs", "examples", "forge"),
+    *("snakemake_executor_plugin_forge", "tests", "tools", "workflow"),
 )
 
 
