@@ -38,9 +38,9 @@ LOGITS = 1e-5  # equal formulas in another order of sums, fp32
 SECTIONS: dict[str, Any] = {
     "plugins": ["plugins/pythia", "plugins/lion"],
     "model": {"architecture": "pythia", "dropout": 0.1, "parallel_residual": False},
-    "train": {"optimizer": "lion", "lr": 0.003, "max_steps": 40, "checkpoint_every": 10},
+    "train": {"optimizer": "lion", "lr": 0.003, "max_steps": 80, "checkpoint_every": 10},
 }
-SECTIONS["train"] |= {"keep_every": 10, "eval_every": 40}
+SECTIONS["train"] |= {"keep_every": 10, "eval_every": 80}
 
 
 def with_plugins(folder: Path) -> Project:
@@ -98,7 +98,7 @@ def test_run_that_was_killed_ends_as_one_that_nobody_disturbed(
     done = other.forge("train", "config/config.yaml", *by_hand)
     assert done.returncode == 0, done.stderr
     runs = (killed, other)
-    assert [project.steps() for project in runs] == [40, 40]
+    assert [project.steps() for project in runs] == [80, 80]
     first, second = (project.read("trained.json")["weights_digest"] for project in runs)
     assert first == second
     assert killed.read("validation.json")["status"] == "valid"
@@ -132,7 +132,7 @@ def test_reproduction_is_bitwise_where_the_copies_of_the_plugins_are_gone(killed
     done = killed.forge("reproduce", "build/base", *options)
     assert done.returncode == 0, done.stderr
     assert "bitwise equal" in done.stdout
-    assert "export: its files are those of step 40" in done.stdout
+    assert "export: its files are those of step 80" in done.stdout
 
 
 # --- of somebody else -----------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def said_by(*arguments: str) -> Outcome:
     [
         (("validate", "gift/base"), 78),
         (("validate", "gift/base/config.json"), 78),
-        (("validate", "gift/base/checkpoints/step-00000040"), 78),
+        (("validate", "gift/base/checkpoints/step-00000080"), 78),
         (("export", "gift/base", "--to=out"), 78),
         (("evaluate", "gift/base"), 78),
         (("prompt", "gift/base", "def "), 78),
@@ -206,7 +206,7 @@ def test_command_that_needs_the_layers_names_the_plugin_and_its_digest(
         (("show", "gift/base"), "weights digest"),
         (("status", "gift/base"), "validated"),
         (("compare", "gift/base", "gift/base"), "weights digest"),
-        (("logs", "gift/base"), "step 40"),
+        (("logs", "gift/base"), "step 80"),
         (("report", "gift/base"), "report.html"),
     ],
 )
