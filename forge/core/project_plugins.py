@@ -91,9 +91,13 @@ def is_kept(digest: object) -> bool:
 
 
 def bring_along(place: Path) -> None:
-    """Give the copies of this project to a directory in which commands of Forge run."""
-    if COPIES.is_dir():
-        shutil.copytree(COPIES, place / COPIES, dirs_exist_ok=True)
+    """Give the copies of plugins in use to a directory in which commands of Forge run. Raises UnfitError
+    on a full disk."""
+    for digest in _used.values():
+        copy = place / COPIES / digest
+        if not copy.is_dir():
+            with disk_trouble(copy):
+                shutil.copytree(folder_of(digest), copy)
 
 
 def folder_of(digest: str) -> Path:
