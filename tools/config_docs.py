@@ -7,17 +7,13 @@ packages.
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
 import json
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel
 
@@ -26,6 +22,7 @@ from forge.core import hooks
 from forge.core.config import FOLDERS, OUTSIDE_TRAINING, Config, is_free
 from forge.core.errors import ConfigError
 from forge.core.files import atomic_open
+from forge.core.key_docs import default_of, docstrings, type_of
 from forge.core.machine import Machine
 from forge.core.paths import SHEET
 from forge.core.records import RecordPart
@@ -163,7 +160,7 @@ def describe_keys(root: type[BaseModel] = Section) -> None:
     """
     hooks.sections()  # which loads those of plugins
     for section in _subclasses(root):
-        for key, text in _docstrings(section, root):
+        for key, text in docstrings(section, root):
             section.model_fields[key].description = text
         section.model_rebuild(force=True)
 
@@ -174,24 +171,6 @@ def _subclasses(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
         if below.__module__.startswith("forge."):
             yield below
             yield from _subclasses(below)
-
-
-def _docstrings(
-    section: type[BaseModel], root: type[BaseModel] = Section
-) -> Iterator[tuple[str, str]]:
-    """Each key that has a docstring, and that; inherited ones first."""
-    for base in reversed(section.__mro__):
-        if not issubclass(base, root):
-            continue
-        (definition,) = ast.parse(inspect.getsource(base)).body
-        assert isinstance(definition, ast.ClassDef)
-        for key, below in pairwise(definition.body):
-            match key, below:
-                case (
-                    ast.AnnAssign(target=ast.Name(id=name)),
-                    ast.Expr(value=ast.Constant(value=str(text))),
-                ) if name in section.model_fields:
-                    yield name, inspect.cleandoc(text)
 
 
 # --- tables -------------------------------------------------------------------------------------
@@ -210,7 +189,8 @@ def keys_text(model: type[Section], top: str = "", *, with_resume: bool) -> str:
                 continue
             shown = field.alias or key
             cells = [f"`{name}.{shown}`" if name else f"`{shown}`"]
-            cells += [_type(schema[shown]), _default(name, schema[shown])]
+            default = "set by Forge" if name == "ids" else default_of(schema[shown])
+            cells += [type_of(schema[shown]), default]
             cells += [" ".join((field.description or "").split())]
             cells += [_may_change(name, section, key)] * with_resume
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
@@ -219,12 +199,6 @@ def keys_text(model: type[Section], top: str = "", *, with_resume: bool) -> str:
             heading += f" of architecture `{schema['architecture']['const']}`"
         parts.append(f"{heading}\n\n{section.__doc__}\n\n" + "\n".join(lines) + "\n")
     return "\n".join(parts)
-
-
-def _default(name: str, schema: dict[str, Any]) -> str:
-    if name == "ids":
-        return "set by Forge"
-    return f"`{_json(schema['default'])}`" if "default" in schema else "required"
 
 
 def _sections(name: str, model: type[Section]) -> Iterator[tuple[str, type[Section]]]:
@@ -246,31 +220,6 @@ def _may_change(name: str, section: type[Section], key: str) -> str:
         return "–" if key in FOLDERS else "no"  # names of folders are no part of any checkpoint
     outside = (*OUTSIDE_TRAINING, *hooks.sections())
     return "yes" if name.partition(".")[0] in outside or is_free(section, key) else "no"
-
-
-_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-
-
-def _type(schema: dict[str, Any]) -> str:
-    """A JSON schema type in words: `integer ≥ 1`, `"cosine"` or `"wsd"`, `text or null`."""
-    if "anyOf" in schema:
-        return " or ".join(_type(part) for part in schema["anyOf"])
-    if "$ref" in schema:
-        return "section"
-    if "enum" in schema or "const" in schema:
-        return " or ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
-    if schema["type"] == "array":
-        return f"list of {_type(schema['items'])}"
-    if schema["type"] == "object":
-        [entry] = schema.get("patternProperties", {}).values() or [schema["additionalProperties"]]
-        return f"{_type(entry).replace('number or integer', 'number')} by name"
-    word = {"string": "text", "boolean": "true or false"}.get(schema["type"], schema["type"])
-    bounds = [f"{sign} {schema[key]:.12g}" for key, sign in _BOUNDS.items() if key in schema]
-    return f"{word} {' and '.join(bounds)}".strip()
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 # --- command ------------------------------------------------------------------------------------

@@ -9,8 +9,9 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Self, get_args
+from typing import Annotated, Any, ClassVar, NamedTuple, Self, get_args
 
 import yaml
 from pydantic import (
@@ -24,6 +25,7 @@ from pydantic import (
 from forge.core import hooks, project_plugins
 from forge.core.errors import ConfigError
 from forge.core.files import read_json, write_json
+from forge.core.key_docs import meaning
 from forge.core.mix import require_sources
 from forge.core.models import architectures
 from forge.core.models.architectures import AnyModel
@@ -97,6 +99,7 @@ ALIASES = {
     **dict.fromkeys(("dataset", "data_files", "files"), "tokenize.inputs"),
 }
 MOST_KEYS_NAMED = 10  # of a section, in an error
+MOST_EXPLAINED = 5  # keys whose meaning stands in an error
 
 
 class Ids(Section):
@@ -358,7 +361,10 @@ def apply_overrides(values: dict[str, Any], overrides: dict[str, Any]) -> dict[s
                 parent[section] = {}
             parent = parent[section]
             if not isinstance(parent, dict):
-                raise ConfigError(f"cannot set {dotted}: {section} is not a section")
+                raise ConfigError(
+                    f"cannot set {dotted}: {section} is not a section, but {shown(parent)}",
+                    cause="a value, or JSON whose quotes or brackets do not match",
+                )
         parent[key] = value
     return merged
 
@@ -369,8 +375,14 @@ def read_values(path: str | Path) -> dict[str, Any]:
     try:
         values = read_yaml(text)
     except yaml.YAMLError as err:
+        mark = getattr(err, "problem_mark", None)
+        # The end of the text is on a line of its own.
+        lines = text.split("\n")[mark.line : mark.line + 1] if mark else []
         raise ConfigError(
             f"cannot read config file {path}: {describe(err)}",
+            cause="a tab in this line: YAML is indented by blanks"
+            if "\t" in "".join(lines)
+            else "",
             fix="config/README.md explains how values are written",
         ) from None
     if values is None:
@@ -385,6 +397,11 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
 
     The file may be the workflow's: its key `runs` names the sample sheet, which no single run reads.
     """
+    of_run = [folder / "config.json" for folder in (Path(path), Path("results", path))]
+    if found := next((file for file in of_run if file.is_file()), None):
+        raise ConfigError(
+            f"{path} is a run, and this command takes a config", fix=f"name the run's: {found}"
+        )
     values = read_values(path)
     values.pop("runs", None)
     use_plugins(values)
@@ -411,8 +428,9 @@ def use_plugins_of_project() -> None:
 
 
 def checked(model: type[AnySection], values: dict[str, Any], where: str) -> AnySection:
-    """`values` as a section of type `model`. Raises ConfigError that names every bad key and value, or a
-    plugin that the project does not have: those in `ids` of a recorded config are imported."""
+    """`values` as a section of type `model`. Raises ConfigError that names every bad key and value, with
+    the meaning of the keys, or a plugin that the project does not have: those in `ids` of a recorded
+    config are imported."""
     ids = values.get("ids") if issubclass(model, Config) else None
     if isinstance(ids, dict) and isinstance(plugins := ids.get("plugins"), dict):
         _import_recorded(plugins, where)
@@ -420,9 +438,12 @@ def checked(model: type[AnySection], values: dict[str, Any], where: str) -> AnyS
         return model.model_validate(values)
     except ValidationError as err:
         problems = [_problem(model, detail) for detail in err.errors()]
+        named = dict.fromkeys(key for _, keys in problems for key in keys)
+        meanings = [text for key in named if (text := _place(model, key).meaning)][:MOST_EXPLAINED]
         raise ConfigError(
-            f"{where}: " + "\n  ".join(problems),
-            fix="config/README.md, profiles/README.md and docs/plugins list every key with its meaning",
+            f"{where}: " + "\n  ".join(text for text, _ in problems),
+            fix="\n         ".join(meanings)
+            or "config/README.md, profiles/README.md and docs/plugins list every key with its meaning",
         ) from None
 
 
@@ -434,40 +455,79 @@ def _import_recorded(plugins: dict[str, Any], where: str) -> None:
     project_plugins.use(plugins, where)
 
 
-def _problem(model: type[Section], detail: Any) -> str:
-    section, loc = _place(model, [str(part) for part in detail["loc"]])
-    dotted = ".".join(loc)[:200]
+def _problem(model: type[Section], detail: Any) -> tuple[str, list[tuple[str, ...]]]:
+    """What is wrong, and the paths of the keys that it is about. detail: of an error of pydantic."""
+    loc = tuple(str(part) for part in detail["loc"])
+    place = _place(model, loc)
+    dotted = ".".join(place.names)[:200]
     if detail["type"] == "extra_forbidden":
-        where = ".".join(loc[:-1]) or "the top level"
-        return f"unknown key {dotted}{_meant(loc[-1], where, sorted(_fields(section)))}"
+        *above, unknown = place.names
+        where, fields = ".".join(above) or "the top level", _fields(place.section)
+        valid = sorted(fields)
+        close = _closest(unknown, where, fields)
+        path = close.split(".") if "." in close else [*loc[:-1], close]
+        return f"unknown key {dotted}{_hint(unknown, where, valid, close)}", [tuple(path)]
     message = detail["msg"].removeprefix("Value error, ")
     if not loc or isinstance(detail["input"], dict):
-        return f"{dotted}: {message}" if dotted else message
+        named = [tuple(key.split(".")) for key in re.findall(r"[a-z_]+(?:\.[a-z_0-9]+)+", message)]
+        if loc:  # at the top level a key without its section may be a word of the sentence
+            named += [(*loc, word) for word in re.findall(r"[a-z_0-9]+", message)]
+        return f"{dotted}: {message}" if dotted else message, named
     if detail["type"] == "string_type" and isinstance(detail["input"], int | float):
         message += f'; put it in quotes: "{shown(detail["input"])}"'
-    return f"{dotted} is {shown(detail['input'])}: {message}"
+    return f"{dotted} is {shown(detail['input'])}: {message}", [loc]
 
 
-def _place(model: type[Section], loc: list[str]) -> tuple[Any, list[str]]:
-    """The section that holds a key, and the names that lead to the key: pydantic's, without tags."""
+class _Place(NamedTuple):
+    """Where a path leads. section: that holds the last name. names: of the keys on it."""
+
+    section: Any
+    names: list[str]
+    meaning: str
+    """Of its last key; "" where that is none."""
+
+
+def _place(model: type[Section], path: Sequence[str]) -> _Place:
+    """path: as pydantic names it, which has tags where a key holds one of several sections, or without
+    tags."""
     below: Any = model
-    section, names = below, []
-    for name in loc:
-        if isinstance(below, dict):
-            below = below.get(name, below)
+    section, names, meant = below, [], ""
+    for name in path:
+        if isinstance(below, dict) and name in below:
+            below = below[name]
             continue
+        if isinstance(below, dict):
+            below = next((one for one in below.values() if name in _fields(one)), below)
         section = below
-        below = section_of_entries(section) or _fields(section).get(name) or section
         names.append(name)
-    return section, names
+        fields = _fields(section)
+        if fields:  # not an entry of a list, which belongs to its key
+            text = meaning(section, name) if name in fields else ""
+            meant = f"{'.'.join(names)} {text}" if text else ""
+        below = section_of_entries(section) or fields.get(name) or section
+    return _Place(section, names, meant)
 
 
-def _meant(unknown: str, where: str, valid: list[str]) -> str:
+def _closest(unknown: str, where: str, fields: Mapping[str, Any]) -> str:
+    """The key that was probably meant: its name among these fields, or the dotted name of one elsewhere;
+    "" for none."""
+    if alias := ALIASES.get(unknown):
+        return alias.removeprefix(f"{where}.")
+    if close := difflib.get_close_matches(unknown, fields, n=1):
+        return close[0]
+    below = (f"{name}.{unknown}" for name, one in fields.items() if unknown in _keys_of(one))
+    return next(below, "")
+
+
+def _keys_of(field: Any) -> set[str]:
+    """Keys of a field that is a section, or of all that it may be."""
+    sections = field.values() if isinstance(field, dict) else [field]
+    return {key for section in sections for key in _fields(section)}
+
+
+def _hint(unknown: str, where: str, valid: list[str], close: str) -> str:
     """Suggestion for a key that is unknown in a section, and some of its keys."""
-    elsewhere = ALIASES.get(unknown, "")
-    alias = elsewhere.removeprefix(f"{where}.")
-    close = [alias] if alias else difflib.get_close_matches(unknown, valid, n=1)
-    hint = f" (did you mean {close[0]}?)" if close else ""
+    hint = f" (did you mean {close}?)" if close else ""
     if len(valid) <= MOST_KEYS_NAMED:
         return f"{hint}; valid keys of {where}: {', '.join(valid)}"
     near = difflib.get_close_matches(unknown, valid, n=MOST_KEYS_NAMED // 2, cutoff=0)

@@ -80,7 +80,7 @@ def _columns(path: str | Path, line: int, cells: list[str]) -> dict[str, bool]:
     if "run" not in columns:
         raise ConfigError(
             f"sample sheet {path} has the columns {', '.join(columns)}, but no column run",
-            cause="blanks instead of tabs between columns" if len(columns) == 1 else "",
+            cause="commas or blanks instead of tabs between columns" if len(columns) == 1 else "",
             fix="the first line names the columns, separated by tabs: run, train.max_steps, …",
         )
     for number, column in enumerate(columns, start=1):

@@ -248,7 +248,7 @@ def test_vocabulary_of_a_tokenizer_that_is_not_made_here_is_estimated_from_above
 def test_shard_that_is_no_number_of_ranks_is_refused_in_one_sentence(shard):
     with pytest.raises(ConfigError) as error:
         checked(Config, {"train": {"shard": shard}}, "config.yaml")
-    [line] = [line for line in str(error.value).splitlines() if "train.shard" in line]
+    [line] = [line for line in str(error.value).splitlines() if "train.shard is" in line]
     assert line.endswith("must be none, node, all, or a number of ranks, 2 or more")
 
 
@@ -264,10 +264,61 @@ def test_shard_is_a_name_or_a_number(shard):
     assert checked(Config, {"train": {"shard": shard}}, "config.yaml").train.shard == shard
 
 
+@pytest.mark.parametrize(
+    ("given", "meanings"),
+    [
+        (
+            {"train": {"max_steps": 0}},
+            ["train.max_steps (integer ≥ 1, default 200): Train up to this step; "],
+        ),
+        ({"train": {"max_step": 9}}, ["train.max_steps (integer ≥ 1, default 200): "]),
+        ({"max_steps": 9}, ["train.max_steps (integer ≥ 1, default 200): "]),
+        ({"learning_rate": 9}, ["train.lr (number > 0, default 0.003): Peak learning rate."]),
+        ({"model": {"architecture": "gpt2", "dimm": 9}}, ["model.dim (integer ≥ 8, default "]),
+        ({"tokenize": {"inputs": [3]}}, ["tokenize.inputs (list of text, default ["]),
+        ({"tokenize": {"sources": {"web": {"inputs": 3}}}}, ["tokenize.sources.web.inputs ("]),
+        (
+            {"model": {"dim": 190, "heads": 6}},
+            ["model.dim (", "model.heads (", "model.head_dim (integer ≥ 2 or null, default null)"],
+        ),
+        (
+            {"train": {"lr": "fast"}, "evaluate": {"tasks": 3}},
+            ["train.lr (number > 0", "evaluate.tasks (list of text, default []): Names of tasks"],
+        ),
+        ({"run": "a b"}, ['run (text, default "base"): Name of the run and of its directory']),
+        ({"foo": 3}, ["config/README.md, profiles/README.md and docs/plugins list every key"]),
+    ],
+)
+def test_error_has_the_meaning_of_the_keys_that_it_names(given, meanings):
+    with pytest.raises(ConfigError) as error:
+        checked(Config, given, "config.yaml")
+    for line, meaning in zip(error.value.fix.splitlines(), meanings, strict=True):
+        assert line.strip().startswith(meaning)
+
+
+def test_tab_in_a_config_is_named(tmp_path):
+    (tmp_path / "config.yaml").write_text("train:\n\tmax_steps: 3\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(tmp_path / "config.yaml")
+    assert "line 2" in error.value.what
+    assert error.value.cause == "a tab in this line: YAML is indented by blanks"
+
+
+@pytest.mark.parametrize("named", ["wide", "results/wide"])
+def test_run_in_place_of_a_config_is_refused_with_the_file_to_name(tmp_path, monkeypatch, named):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results/wide").mkdir(parents=True)
+    (tmp_path / "results/wide/config.json").write_text("{}")
+    with pytest.raises(ConfigError) as error:
+        load_config(named)
+    assert error.value.fix == "name the run's: results/wide/config.json"
+    assert load_config(error.value.fix.rpartition(" ")[2]).run == "base"
+
+
 def test_rewind_is_refused_with_what_to_do_instead():
     with pytest.raises(ConfigError) as error:
         config_of(**{"train.spike": "rewind"})
-    [line] = [line for line in str(error.value).splitlines() if "train.spike" in line]
+    [line] = [line for line in str(error.value).splitlines() if "train.spike is" in line]
     assert "train.spike is 'rewind': Forge does not rewind any more: use stop or skip" in line
     assert "parent: RUN@STEP and another train.seed" in line
 

@@ -75,7 +75,7 @@ def test_unknown_column_is_refused(sheet):
         ("run\na\n../b\n", r"line 3, column run: '\.\./b' cannot name a run"),
         ("run\n", "no rows"),
         ("name\na\n", "no column run"),
-        ("run train.lr\na 1\n", "blanks instead of tabs"),
+        ("run train.lr\na 1\n", "commas or blanks instead of tabs"),
         ("", "is empty"),
         ("# only\n\n", "is empty"),
         ("run\ttrain.seed\t\na\t1\t\n", "line 1: column 3 has no name"),
