@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import rich.text
 
 PLAIN_EVERY_SEC = 5.0
+CLEAR_LINE = "\r\x1b[2K"
 # Characters that drive a terminal, or turn the direction of what follows; not \n and \t.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 # In tables: text and its style; smallest width of a column of text; indent of what does not fit into a

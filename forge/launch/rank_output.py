@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Self
@@ -56,6 +57,59 @@ class RankProgress:
             draft.replace(self._file)
 
 
+class Bar:
+    """The reader's side of RankProgress. folder: of a launch."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / BAR
+        self._seen = (0, 0, 0)  # inode, time and size of the file that is shown
+        self._stack = ExitStack()
+        self._bar: Progress | None = None
+
+    def show(self) -> None:
+        """Show what the file says now. Raises OSError where it is not there."""
+        stat = self._file.stat()  # replaced often: its inode may be that of an earlier one
+        if (seen := (stat.st_ino, stat.st_mtime_ns, stat.st_size)) == self._seen:
+            return
+        facts, self._seen = json.loads(self._file.read_text()), seen
+        if self._bar is None:
+            opened: AbstractContextManager[Progress] = terminal.progress(
+                facts["label"], facts["total"], facts["unit"]
+            )
+            self._bar = self._stack.enter_context(opened)
+        self._bar(facts["done"], facts["note"])
+
+    def close(self) -> None:
+        self._stack.close()
+
+
+@contextlib.contextmanager
+def shown_bar(launches: Path) -> Iterator[None]:
+    """While it is entered, show the progress of a training whose command runs in another process, whose
+    output is kept from the terminal. launches: directory of its launches."""
+    ended = threading.Event()
+
+    def follow() -> None:
+        launch, bar = launches, Bar(launches)
+        while not ended.wait(BAR_EVERY_SEC):
+            with contextlib.suppress(OSError):  # before the first step, and at the end of a launch
+                begun = sorted(launches.iterdir(), key=lambda one: one.stat().st_mtime_ns)
+                newest = begun[-1] if begun else launches
+                if newest != launch:
+                    bar.close()
+                    launch, bar = newest, Bar(newest)
+                bar.show()
+        bar.close()
+
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        follower.join()
+
+
 class Console:
     """The launcher's side: `show` prints what rank 0 has written since the last call."""
 
@@ -63,17 +117,14 @@ class Console:
         self._folder = folder
         self._messages: Follower | None = None
         self._is_log = False
-        self._bar_file = folder / BAR
-        self._bar_seen = (0, 0, 0)  # inode, time and size of the file that is shown
-        self._stack = ExitStack()
-        self._bar: Progress | None = None
+        self._bar = Bar(folder)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.show()
-        self._stack.close()
+        self._bar.close()
 
     def show(self, inodes: Mapping[str, int] | None = None) -> None:
         """inodes: of the files in the directory, where the caller has read it just now."""
@@ -81,7 +132,8 @@ class Console:
         # Training goes on where nothing can be shown: the next call tries again.
         with contextlib.suppress(OSError):
             self._show_messages(inodes)
-            self._show_bar(inodes)
+            if BAR in inodes:
+                self._bar.show()
 
     def _show_messages(self, inodes: Mapping[str, int]) -> None:
         path, start = self._folder / MESSAGES, self._folder / START
@@ -93,17 +145,3 @@ class Console:
             for line in lines:
                 # Another program may draw progress bars over each other, and colors of its own.
                 say(unstamped(_COLOR.sub("", line.rstrip().rpartition("\r")[2]))[1])
-
-    def _show_bar(self, inodes: Mapping[str, int]) -> None:
-        if BAR not in inodes:
-            return
-        stat = self._bar_file.stat()  # replaced often: its inode may be that of an earlier one
-        if (seen := (stat.st_ino, stat.st_mtime_ns, stat.st_size)) == self._bar_seen:
-            return
-        facts, self._bar_seen = json.loads(self._bar_file.read_text()), seen
-        if self._bar is None:
-            opened: AbstractContextManager[Progress] = terminal.progress(
-                facts["label"], facts["total"], facts["unit"]
-            )
-            self._bar = self._stack.enter_context(opened)
-        self._bar(facts["done"], facts["note"])

@@ -17,7 +17,15 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO, Any
 
 from forge.core.paths import RunPaths
-from forge.core.terminal import Table, begin_log, is_log, print_plain, stamped
+from forge.core.terminal import (
+    CLEAR_LINE,
+    Table,
+    begin_log,
+    is_log,
+    is_terminal,
+    print_plain,
+    stamped,
+)
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import COLORS, RunState, ask_slurm, clipped, judge
 
@@ -57,6 +65,8 @@ class JobLines(logging.Handler):
         if self._is_log:
             begin_log(printer.stream)
             printer.setFormatter(_Stamped(printer.formatter, printer.stream))
+        elif is_terminal(printer.stream):
+            printer.setFormatter(_OverBars(printer.formatter, printer.stream))
         # By the id in Snakemake's records. Jobs of a group have the group's name.
         self._names: dict[str, str] = {}
         self._started: set[str] = set()
@@ -128,8 +138,8 @@ class JobLines(logging.Handler):
         return self._dated(f"{', '.join(names)}: {done}") if names else ""
 
 
-class _Stamped(logging.Formatter):
-    """Another formatter's lines, with the time as in other files of Forge."""
+class _ForStream(logging.Formatter):
+    """Another formatter's lines, changed for a stream."""
 
     def __init__(self, formatter: logging.Formatter | None, stream: IO[str]) -> None:
         super().__init__()
@@ -137,7 +147,25 @@ class _Stamped(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = self._formatter.format(record)
-        return stamped(str(text), self._stream) if text else ""
+        return self._change(str(text)) if text else ""
+
+    def _change(self, text: str) -> str:
+        raise NotImplementedError
+
+
+class _Stamped(_ForStream):
+    """With the time as in other files of Forge."""
+
+    def _change(self, text: str) -> str:
+        return stamped(text, self._stream)
+
+
+class _OverBars(_ForStream):
+    """In place of the progress bar of a job, which draws it anew on the next line: else the bar as it
+    was stays on the terminal."""
+
+    def _change(self, text: str) -> str:
+        return f"{CLEAR_LINE}{text}"
 
 
 def _versions(record: Any) -> str:

@@ -22,6 +22,7 @@ from forge.core.process import run_within
 from forge.core.terminal import say
 from forge.hosts.network import available_cores, available_memory
 from forge.launch import kernel_cache
+from forge.launch.rank_output import shown_bar
 from forge.plugins.attestation.certificate import MadeBy, TrainedAgain
 from forge.plugins.attestation.intervals import Interval, Saved
 from forge.plugins.attestation.reproduce_options import ReproduceOptions
@@ -145,7 +146,7 @@ class Retrainer(Generic[Saved]):
             config.write(paths.config)
             if interval.begin:
                 recipe.copy(interval.begin, paths)
-        with recipe.stopped_at_end(config, interval):
+        with recipe.stopped_at_end(config, interval), shown_bar(paths.launches):
             self._run(
                 *("train", str(paths.config), f"--ranks-per-node={ranks}"),
                 f"--machine.launcher={'torchrun' if ranks > 1 else 'single'}",
@@ -158,6 +159,7 @@ class Retrainer(Generic[Saved]):
     def export(self, checkpoint: Saved) -> Path:
         """The directory of a new export of a checkpoint, in the stated type."""
         folder = self.place / "export"
+        say(f"exporting {checkpoint.folder} again …")
         dtype = part(self.recipe.links["export"], "dtype", str)
         if dtype not in ("fp32", "bf16"):
             raise VerificationError(

@@ -11,7 +11,7 @@ from snakemake.settings.enums import Quietness
 from snakemake.settings.types import OutputSettings
 from snakemake_interface_logger_plugins.common import LogEvent
 
-from forge.core.terminal import unstamped
+from forge.core.terminal import CLEAR_LINE, unstamped
 from forge.reporting import workflow_output
 
 SUBMITTED = (
@@ -209,3 +209,15 @@ def test_a_snakefile_that_is_read_twice_changes_nothing():
     workflow_output.shorten(log.workflow, log.logger)
     log.job(3, "train_run", run="base")
     assert log.lines == ["train_run base: started"]
+
+
+def test_line_on_a_terminal_takes_the_place_of_the_bar_of_a_job(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    log = Log(stream, nocolor=True)
+    stream.write("tokenize ━━━ 3/10 MiB")
+    log.finished(done=1)
+    log.job(3, "train_run", run="base")
+    [bar, line] = stream.getvalue().rstrip().split(CLEAR_LINE)
+    assert bar.startswith("tokenize") and "train_run base: started" in line
