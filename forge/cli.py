@@ -1,11 +1,16 @@
-"""The `forge` command: parse arguments, run one subcommand, map errors to messages and exit codes."""
+"""The `forge` command: parse arguments, run one subcommand, map errors to messages and exit codes.
+
+What takes long to import is imported inside of `main`, for which Ctrl-C is no traceback.
+"""
 
 from __future__ import annotations
 
 import argparse
 import io
+import json
 import locale
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,14 +18,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import forge
-from forge.commands.data_steps import add_data_steps
-from forge.commands.exports import add_exports
-from forge.commands.project import add_project
-from forge.commands.run_steps import add_run_steps
-from forge.commands.subcommands import OVERRIDES, Subcommands
-from forge.commands.views import add_views
-from forge.core import hooks
-from forge.core.config import Config, is_boolean, parse_override
 from forge.core.errors import ConfigError, Exit, ForgeError
 from forge.core.terminal import begin_log, copy_to, say
 
@@ -34,12 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments is None:
         _in_utf8()
         sys.meta_path.insert(0, _BeforeCompiler())
-    parser = _parser()
-    parser.refuse_other(sys.argv[1:] if arguments is None else arguments)
-    options, rest = parser.parse_known_args(arguments)
-    if rest and not options.takes_overrides:
-        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    name = "forge"
     try:
+        options, rest = _parsed(arguments)
+        name = f"forge {options.subcommand}"
+        _refuse_option_of_snakemake(options, rest)
         options.overrides, options.machine_overrides = _overrides(rest)
         from forge.core.files import disk_trouble
 
@@ -48,21 +44,28 @@ def main(arguments: list[str] | None = None) -> int:
             _prepare(options)
             options.action(options)
     except ForgeError as err:
-        say(f"forge {options.subcommand}: {err}")
+        say(f"{name}: {err}")
         return int(err.code)
     except BrokenPipeError:
         # The reader of standard output (head, less) has exited; that is not a failure.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except Exception:
-        say(
-            traceback.format_exc()
-            + f"forge {options.subcommand}: this is a bug of Forge, please report it"
-        )
+        say(traceback.format_exc() + f"{name}: this is a bug of Forge, please report it")
         return int(Exit.FAILED)
     except KeyboardInterrupt:
-        say(f"forge {options.subcommand}: interrupted; rerun the same command to resume")
+        say(f"{name}: interrupted; rerun the same command to resume")
         return int(Exit.STOPPED)
     return int(Exit.DONE)
+
+
+def _parsed(arguments: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The options of the subcommand, and the arguments that are not known to it: overrides."""
+    parser = _parser()
+    parser.refuse_other(sys.argv[1:] if arguments is None else arguments)
+    options, rest = parser.parse_known_args(arguments)
+    if rest and not options.takes_overrides:
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return options, rest
 
 
 class _BeforeCompiler:
@@ -108,6 +111,8 @@ def _prepare(options: argparse.Namespace) -> None:
 
 def _overrides(rest: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config overrides and the machine overrides in the arguments that argparse did not know."""
+    from forge.core.config import parse_override
+
     joined: list[str] = []
     for argument in rest:
         # "--train.seed 3" means the same as "--train.seed=3".
@@ -126,8 +131,37 @@ def _overrides(rest: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     return config, machine
 
 
+OF_SNAKEMAKE = (
+    *("--config", "--configfile", "--profile", "--cores", "--jobs", "--dry-run"),
+    *("-n", "-c", "-j", "-p"),
+)
+
+
+def _refuse_option_of_snakemake(options: argparse.Namespace, rest: Sequence[str]) -> None:
+    """ConfigError that says what to write. rest: arguments that argparse did not know."""
+    from forge.core.config import CONFIG, apply_overrides
+    from forge.core.values import read_cell
+
+    words = [word.split("=", 1) if word.startswith("--") else [word] for word in rest]
+    option = next((name for name, *_ in words if name in OF_SNAKEMAKE), None)
+    if option is None:
+        return
+    config = getattr(options, "config", None) or ""  # may be a key behind --config
+    given = [config, *(text for word in words for text in word)]
+    keys = dict(pair for text in given if (pair := text.split("=", 1))[1:] and text[:1] != "-")
+    fix = "give it to snakemake: snakemake --profile profiles/local train"
+    if keys:
+        line = f"forge {options.subcommand} {CONFIG if '=' in config else config}"
+        nested = apply_overrides({}, {key: read_cell(value) for key, value in keys.items()})
+        sections = [shlex.quote(f"{key}={json.dumps(value)}") for key, value in nested.items()]
+        overrides = [shlex.quote(f"--{key}={value}") for key, value in keys.items()]
+        fix = f"{line} {' '.join(overrides)}\n         or {fix} --config {' '.join(sections)}"
+    raise ConfigError(f"{option} is an option of snakemake", fix=fix)
+
+
 def _with_value(argument: str) -> str:
     """`--train.compile` becomes `--train.compile=true`; ConfigError for a key that is not boolean."""
+    from forge.core.config import Config, is_boolean
     from forge.core.machine import Machine
 
     key = argument.removeprefix("--")
@@ -168,6 +202,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> _Parser:
+    from forge.commands.data_steps import add_data_steps
+    from forge.commands.exports import add_exports
+    from forge.commands.project import add_project
+    from forge.commands.run_steps import add_run_steps
+    from forge.commands.subcommands import OVERRIDES, Subcommands
+    from forge.commands.views import add_views
+    from forge.core import hooks
+
     parser = _Parser(
         prog="forge",
         description=forge.__doc__,

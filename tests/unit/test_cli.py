@@ -146,6 +146,22 @@ def test_interrupted_subcommand_says_how_to_resume(config, monkeypatch, capsys):
     assert "rerun the same command" in capsys.readouterr().err
 
 
+def test_ctrl_c_while_packages_are_imported_is_no_traceback():
+    """Python is still reading the packages of a command that began just now."""
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'pydantic': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from forge.cli import main\n"
+        "sys.exit(main(['config', 'x']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 75
+    assert done.stderr == "forge: interrupted; rerun the same command to resume\n"
+
+
 def test_subcommand_that_succeeds_gives_0(config, monkeypatch):
     monkeypatch.setattr(run_steps, "_config", lambda _options: None)
     assert main(["config", config]) == 0
@@ -256,6 +272,29 @@ def test_other_key_without_a_value_is_refused(config, capsys, key):
 def test_override_that_fits_nothing_is_a_bad_config(config, capsys, argument, message):
     assert main(["config", config, argument]) == 78
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            ["--config", "train.max_steps=300"],
+            "forge train config/config.yaml --train.max_steps=300",
+        ),
+        (["mine.yaml", "--config=train.lr=1e-3"], "forge train mine.yaml --train.lr=1e-3"),
+        (
+            ["mine.yaml", "--config", "train.lr=1e-3", "train.max_steps=3"],
+            """train --config 'train={"lr": 0.001, "max_steps": 3}'""",
+        ),
+        (["--profile", "profiles/local"], "snakemake --profile profiles/local train"),
+        (["mine.yaml", "--cores=2"], "snakemake --profile profiles/local train"),
+    ],
+)
+def test_option_of_snakemake_is_refused_with_the_line_that_works(capsys, arguments, line):
+    assert main(["train", *arguments]) == 78
+    said = capsys.readouterr().err
+    assert " is an option of snakemake\n" in said
+    assert line in said
 
 
 def test_abbreviated_option_is_not_guessed(config, monkeypatch, capsys):
