@@ -22,13 +22,20 @@ READY := .venv/ready $(patsubst %,.venv/with-%,$(subst $(comma), ,$(EXTRAS)))
 
 .PHONY: train reproduce test test-all test-tools test-others test-weekly test-times faults labs absences storm check lint types dag bench docs slurm-up slurm-shell slurm-down setup lock wheelhouse gpu gpu-wheels clean
 
+# A command that says itself how Ctrl-C has ended it. make ends by that signal, too: without the trap it would
+# print an error below.
+define interruptible
+	@echo "$(1)"
+	@trap 'exit 0' INT; $(1)
+endef
+
 train: $(READY)
-	$(BIN)/snakemake --profile $(PROFILE) train
+	$(call interruptible,$(BIN)/snakemake --profile $(PROFILE) train)
 
 # From text to a certificate: `train` ends within seconds where it has trained already.
 reproduce: train
 	$(BIN)/forge export base --to build/base
-	$(BIN)/forge reproduce build/base --checkpoints results/base
+	$(call interruptible,$(BIN)/forge reproduce build/base --checkpoints results/base)
 
 # A test that ends its worker ends the run: on a new worker its file would start again, up to twelve times.
 # One process more than the cores of CI: tests wait. With four, each test took 28 % longer, and all of them as long.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from forge.core.values import shown
 from forge.hosts.allocation import OF_COMMAND
 from forge.slurm import slurm
 from forge.slurm.jobs import TRAIN_RULE
-from forge.snakemake_private import end_at_sigterm, end_where, refusal
+from forge.snakemake_private import end_at_sigterm, end_where, quiet_stops, refusal
 from forge.workflow import SUBMITTED, read_config
 
 
@@ -90,7 +91,8 @@ def start_with(
             own(log)
 
         workflow._onstart = both
-        return execute(*arguments, **options)
+        with quiet_stops() if workflow.is_main_process else nullcontext():
+            return execute(*arguments, **options)
 
     workflow.execute = execute_with_start
 

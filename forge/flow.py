@@ -3,6 +3,7 @@ given."""
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from forge import as_module, workflow
 from forge.checkpoint import family
 from forge.core import hooks
 from forge.core.config import RUN_NAME, ResolvedConfig
-from forge.core.errors import ForgeError
+from forge.core.errors import ConfigError, Exit, ForgeError
 from forge.core.paths import (
     inputs_folder,
     model_folder,
@@ -34,7 +35,7 @@ from forge.reporting import workflow_output
 from forge.run import ended_allocation
 from forge.slurm import jobs
 from forge.slurm.sbatch import Request
-from forge.snakemake_private import refusal
+from forge.snakemake_private import refusal, targets_of, unknown_targets
 
 
 class Flow:
@@ -60,6 +61,8 @@ class Flow:
             self._read(values)
         except ForgeError as err:
             raise refusal(str(err)) from None
+        except KeyboardInterrupt:
+            sys.exit(Exit.STOPPED)
         if self._is_main and not as_module.is_read_again(snakemake):
             workflow.end_with_table(snakemake, self.runs, self._end_dry_run)
         self.waiting = family.waiting(self.runs)
@@ -241,6 +244,11 @@ class Flow:
         become Slurm jobs. Raises ForgeError for a profile and a plan that cannot work, or cost too much.
         """
         settings, limits = self._snakemake.resource_settings, self._snakemake.global_resources
+        option, most = ("jobs", settings.nodes) if submits else ("cores", settings.cores)
+        if most == 0:
+            raise ConfigError(
+                f"--{option} is 0: no job would ever start", fix=f"--{option} 1, or more"
+            )
         self.allocation.check_profile(settings, limits, submits=submits)
         self.allocation.check_runs(self.due, self.failed)
         return workflow.check_cost(self.runs, self.allocation, self.due) if submits else ""
@@ -275,6 +283,8 @@ class Flow:
     def _before_plan(self, dry: bool) -> None:
         # What input functions raise, Snakemake shows with its own traceback.
         targets = sorted(self._snakemake.dag_settings.targets)
+        for unknown in unknown_targets(self._snakemake, targets):
+            raise refusal(str(self._no_target(unknown)))
         if "resume" in targets:
             self.resumed_files(None)
         try:
@@ -283,6 +293,17 @@ class Flow:
             raise refusal(str(err)) from None
         runs, submits = self.runs.values(), self._profile.submits
         ended_allocation.remove(runs, logger.info, submits=submits, dry=dry)
+
+    def _no_target(self, name: str) -> ConfigError:
+        known, is_run = targets_of(self._snakemake), name in self.runs
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        run = name if is_run else next(iter(self.runs))
+        return ConfigError(
+            f"there is no target {name}{', which is a run' if is_run else hint}",
+            fix=f"targets over all runs: {', '.join(known)}\n"
+            f"         of one run: {self.results}/{run}/validated.json",
+        )
 
     def _before_first_job(self) -> None:
         # Not in a dry run. Only here is it known where jobs will run.

@@ -4,11 +4,18 @@ not document; tests/unit/test_snakemake_private.py fails where a release has it 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from forge.core.errors import Exit
+
+# Exit statuses of a process that Ctrl-C has ended, by itself and as a shell reports it.
+_INTERRUPTED = (-signal.SIGINT, 128 + signal.SIGINT)
+_STOPPING = b"already stopping: waiting for the jobs to end\n"
 
 
 def refusal(message: str) -> Exception:
@@ -21,6 +28,24 @@ def refusal(message: str) -> Exception:
         __traceback__ = property(lambda _: None, lambda *_: None)
 
     return Refusal(message)
+
+
+def targets_of(workflow: Any) -> list[str]:
+    """The rules that make no file themselves, in the order of the rule files."""
+    return [rule.name for rule in workflow.rules if not rule.output]
+
+
+def unknown_targets(workflow: Any, names: Iterable[str]) -> list[str]:
+    """Those of these targets that are no rule, that no rule makes, and that are not there."""
+    rules = list(workflow.rules)
+    known = {rule.name for rule in rules}
+    return [
+        name
+        for name in names
+        if name not in known
+        and not os.path.lexists(name)
+        and not any(rule.is_producer(name) for rule in rules)
+    ]
 
 
 def end_at_sigterm() -> None:
@@ -62,3 +87,73 @@ def end_where(is_superseded: Callable[[], bool | None]) -> None:
         await cleanup(job, skip_outputs)
 
     Job.prepare, Job.cleanup = prepare_own, cleanup_own
+
+
+@contextmanager
+def quiet_stops() -> Iterator[None]:
+    """End with Exit.STOPPED, without errors of Snakemake, where jobs on this machine were stopped and
+    none has failed: by Ctrl-C or a STOP file. Their own commands have said how they ended.
+
+    Around the execution of the workflow. A second Ctrl-C while jobs end changes nothing. Raises
+    SystemExit.
+    """
+    from snakemake.exceptions import WorkflowError
+    from snakemake.executors.local import Executor
+    from snakemake.logging import logger
+    from snakemake.scheduling.job_scheduler import _ERROR_MSG_FINAL, JobScheduler
+
+    callback, schedule = Executor._callback, JobScheduler.schedule
+    stopped: set[Any] = set()
+    is_interrupted = ends_well = False
+
+    def failed(scheduler: JobScheduler) -> bool:
+        # What has ended since the scheduler's last look is still in _toerror.
+        return bool(scheduler._executor_error or {*scheduler.failed, *scheduler._toerror} - stopped)
+
+    def callback_own(executor: Executor, job_info: Any, future: Any) -> None:
+        if not _was_stopped(job_info.job, future.exception()):
+            callback(executor, job_info, future)
+            return
+        stopped.add(job_info.job)
+        executor.workflow.scheduler.error_callback(job_info.job)
+
+    def schedule_own(scheduler: JobScheduler) -> bool:
+        nonlocal ends_well
+        cancel = scheduler._executor.cancel
+
+        def cancel_own() -> None:
+            nonlocal is_interrupted
+            is_interrupted = True
+            signal.signal(signal.SIGINT, lambda *_: os.write(2, _STOPPING))
+            cancel()
+
+        def has_failures(record: Any) -> bool:
+            return record.msg != _ERROR_MSG_FINAL or failed(scheduler)
+
+        scheduler._executor.cancel = cancel_own
+        logger.addFilter(has_failures)
+        try:
+            is_done: bool = schedule(scheduler)
+        except KeyboardInterrupt:  # a second one, before `cancel` was called for the first
+            cancel_own()
+            is_done = False
+        is_asked = stopped or is_interrupted or scheduler._user_kill  # by SIGTERM
+        ends_well = bool(is_asked) and not (is_done or failed(scheduler))
+        return is_done
+
+    Executor._callback, JobScheduler.schedule = callback_own, schedule_own
+    try:
+        yield
+    except (KeyboardInterrupt, WorkflowError) as err:
+        if ends_well or isinstance(err, KeyboardInterrupt):
+            raise SystemExit(Exit.STOPPED) from None
+        raise
+
+
+def _was_stopped(job: Any, error: BaseException | None) -> bool:
+    """Whether the command of a job ended because somebody asked it to. error: of its rule."""
+    cause = error and error.__context__
+    if not isinstance(cause, subprocess.CalledProcessError):
+        return False
+    is_of_forge = (job.shellcmd or "").startswith("exec forge ")
+    return cause.returncode in _INTERRUPTED or (is_of_forge and cause.returncode == Exit.STOPPED)

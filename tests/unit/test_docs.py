@@ -56,7 +56,10 @@ LIBRARIES = {
         *("QOSMaxGRESPerUser", "ReqNodeNotAvail", "oom-kill"),
         *("PartitionTimeLimit", "BadConstraints", "JobHeldUser"),
     },
-    "Snakemake": {"Error in group allocation-", "invalid choice: 'forge'"},
+    "Snakemake": {
+        *("Error in group allocation-", "invalid choice: 'forge'"),
+        "Invalid config definition: Config entry must start with a valid identifier.",
+    },
 }
 
 

@@ -470,3 +470,47 @@ def test_workflow_of_continuous_integration_reads_only_and_pins_what_it_runs(fil
             assert re.fullmatch(r"actions/\w+@v\d+", step.get("uses", "actions/x@v1"))
             for install in re.findall(r"(?:pip install|uvx|pipx run) .*", step.get("run", "")):
                 assert "==" in install
+
+
+# Ends by Ctrl-C or with a status, as `snakemake` does, after its last line.
+SNAKEMAKE = """#!/bin/sh
+end() { echo "base  stopped"; exit $1; }
+trap 'end 75' INT
+[ "$FAILS" ] && end 1
+echo begun
+while :; do sleep 0.05; done
+"""
+
+
+def make(place, **environ):
+    shutil.copy(ROOT / "Makefile", place)
+    (place / ".venv/bin").mkdir(parents=True)
+    for name in ("pyproject.toml", "constraints.txt", "hashes.txt", "tools", ".venv/ready"):
+        (place / name).touch()
+    program(place / ".venv", "snakemake", SNAKEMAKE)
+    return subprocess.Popen(
+        ["make", "-o", ".venv/ready", "train"],
+        cwd=place,
+        env={**os.environ, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
+    )
+
+
+def test_after_ctrl_c_the_last_line_of_make_is_that_of_the_command(tmp_path):
+    with make(tmp_path) as process:
+        for line in iter(process.stdout.readline, "begun\n"):
+            assert line, "not started"
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+        output = process.communicate(timeout=60)[0]
+    assert output == "base  stopped\n"
+    assert process.returncode == -signal.SIGINT
+
+
+def test_make_names_a_command_that_has_failed(tmp_path):
+    with make(tmp_path, FAILS="1") as process:
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 2 and "make: *** " in output and "Error 1" in output

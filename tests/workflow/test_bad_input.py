@@ -17,6 +17,16 @@ def test_unknown_key(project):
     refused(project, "unknown key train.max_stepz (did you mean max_steps?)")
 
 
+def test_dotted_key_of_config_is_read_by_no_snakemake_and_its_section_is(project):
+    code, output = project.snakemake("-n", "train", "--config", "train.max_steps=300")
+    assert code == 1
+    assert "Invalid config definition: Config entry must start with a valid identifier." in output
+    code, output = project.snakemake("-n", "train", "--config", 'train={"max_stepz": 300}')
+    assert code == 1 and "unknown key train.max_stepz (did you mean max_steps?)" in output
+    code, output = project.snakemake("-n", "train", "--config", 'train={"max_steps": 300}')
+    assert code == 0, output
+
+
 def test_bad_cell_of_the_sample_sheet(project):
     project.write_runs("run\ttrain.lr\nbase\tfast\n")
     refused(project, "line 2 (run base), column train.lr: value 'fast'")
@@ -32,6 +42,17 @@ def test_double_and_illegal_run_names(project):
 def test_parents_in_a_circle(project):
     project.write_runs("run\tparent\na\tb@4\nb\ta@4\n")
     refused(project, "the parents of these runs form a circle: a from b from a")
+
+
+def test_misspelt_target_and_a_run_as_target(project):
+    own = "\n         of one run: results/base/validated.json"
+    refused(project, "there is no target trian (did you mean train?)", own, target="trian")
+    refused(project, "there is no target base, which is a run", "train, resume, ", target="base")
+
+
+def test_no_cores(project):
+    code, output = project.snakemake("train", "--cores", "0", deadline_sec=100)
+    assert code == 1 and "--cores is 0: no job would ever start" in output
 
 
 def test_missing_corpus(project):
