@@ -131,7 +131,7 @@ class Hooks:
 
     @_specified
     def rule_file(self) -> Path:
-        """A file of Snakemake rules, which use the object FORGE (`forge.flow.Flow`)."""
+        """A file of Snakemake rules, which use the object FORGE (`forge.flow.flow.Flow`)."""
         raise NotImplementedError
 
     @_specified
@@ -168,8 +168,8 @@ class Hooks:
 
     @_specified
     def after_dry_run(self, flow: Any, refusal: ForgeError | None) -> None:
-        """Take note of the plan that a dry run has shown. flow: the `forge.flow.Flow`. refusal: with what
-        a start would be refused. Raises nothing."""
+        """Take note of the plan that a dry run has shown. flow: the `forge.flow.flow.Flow`. refusal: with
+        what a start would be refused. Raises nothing."""
 
     @_specified
     def job_requests(self, settings: Any, mem_mb: int) -> Mapping[str, dict[str, Any]]:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from support.clone import Project
 
-from forge import workflow
 from forge.core import provenance
 from forge.core.records import RunSettings
+from forge.flow import runs
 from forge.slurm.sbatch import Request
 
 
@@ -66,12 +66,12 @@ def command_of_job(project: Project) -> list[str]:
 def test_a_queued_job_finds_its_runs_and_its_settings(project_of, past, monkeypatch):
     project, recorded = project_of("queued"), past.recorded["queued"]
     [submitted] = (project.root / ".snakemake/forge").glob("submitted-*.json")
-    monkeypatch.setenv(workflow.SUBMITTED, str(submitted))
-    runs = workflow.read_runs(None, main=False)
-    assert {name: config.ids.tokens for name, config in runs.items()} == {
+    monkeypatch.setenv(runs.SUBMITTED, str(submitted))
+    found = runs.read_runs(None, main=False)
+    assert {name: config.ids.tokens for name, config in found.items()} == {
         "queued": recorded["ids"]["tokens"]
     }
-    assert provenance.config_digest(runs["queued"]) == recorded["config_digest"]
+    assert provenance.config_digest(found["queued"]) == recorded["config_digest"]
     settings = RunSettings.read(project.root / ".snakemake/forge/queued.settings.json")
     assert settings.sections["evaluate"]["tasks"] == []
     assert Request.from_json(settings.jobs["evaluate_run"]).partition == "main"

@@ -19,14 +19,14 @@ import pytest
 import forge
 
 FOLDER = Path(forge.__file__).parent
-# In the order of the rule. Modules beside them (cli, workflow, …) start Forge and may import every one.
+# In the order of the rule. Modules beside them (cli, worker, …) start Forge and may import every one.
 PACKAGES = (
     *("attestation", "core", "slurm", "hosts", "data", "launch", "checkpoint", "trainer"),
-    *("staging", "preflight", "validation", "run", "reporting", "commands"),
+    *("staging", "preflight", "validation", "run", "reporting", "commands", "flow"),
 )
 
 # These start every part of Forge.
-START = {"cli", "flow", "workflow", "worker"}
+START = {"cli", "worker"}
 
 # Those of an architecture and of an optimizer are here by their packages.
 TENSORS = {
@@ -228,7 +228,7 @@ def test_kernel_imports_no_plugin_and_a_plugin_no_other() -> None:
 def test_import_of_a_plugin_is_found() -> None:
     trees = planted(
         cli="from forge.plugins.pages import report\nfrom forge.plugins import pages",
-        plugins__pages__report="from forge.plugins.pages import charts\nfrom forge import workflow",
+        plugins__pages__report="from forge.plugins.pages import charts\nfrom forge.flow import runs",
         plugins__pages__charts="from forge.plugins.site.words import x",
     )
     assert imports_of_plugins(trees) == [

@@ -17,7 +17,7 @@ import pytest
 STRUCK = """
 import signal, sys, threading, time
 from snakemake.scheduling.job_scheduler import JobScheduler
-from forge.snakemake_private import end_at_sigterm
+from forge.flow.snakemake_private import end_at_sigterm
 
 if sys.argv[1:] == ["mended"]:
     end_at_sigterm()
@@ -58,7 +58,7 @@ def test_snakemake_still_needs_that():
 
 # Two jobs that end as the test says; `forge` is the script in the test's directory.
 STOPPED = """
-from forge.snakemake_private import quiet_stops
+from forge.flow.snakemake_private import quiet_stops
 execute = workflow.execute
 def execute_quietly(*arguments, **options):
     with quiet_stops():

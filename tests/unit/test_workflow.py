@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import pytest
 from support.repository import REPOSITORY
 
-from forge import workflow
 from forge.core.config import Config, checked, load_config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import Slurm
@@ -23,6 +22,7 @@ from forge.core.paths import (
 )
 from forge.core.records import RunSettings
 from forge.data.content_ids import resolve
+from forge.flow import resources, rule_inputs, runs, workflow_command
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def changed(config, section, **values):
 
 
 def settings(config, rule):
-    found = workflow.rule_settings({"base": config}, main=True)
+    found = rule_inputs.rule_settings({"base": config}, main=True)
     return Path(found[rule]["base"])
 
 
@@ -108,7 +108,7 @@ def jobs(*paths):
 def test_only_configs_of_jobs_that_will_run_are_written(run):
     path = tokens_folder("data", run.ids.tokens) / "config.json"
     other = changed(run, "train", seed=7)
-    workflow.write_configs({"base": run, "other": other}, jobs(path, None))
+    rule_inputs.write_configs({"base": run, "other": other}, jobs(path, None))
     assert [str(p) for p in Path.cwd().rglob("*.json")] == [str(Path(path).absolute())]
     assert load_config(str(path)).ids == run.ids
 
@@ -117,14 +117,14 @@ def test_data_folder_may_be_spelled_as_in_a_shell(run):
     """As a rule spells it, by the config's `data`."""
     run = run.model_copy(update={"data": "./data"})
     path = f"./data/tokens/{run.ids.tokens}/config.json"
-    workflow.write_configs({"base": run}, jobs(path))
+    rule_inputs.write_configs({"base": run}, jobs(path))
     assert load_config(path).ids == run.ids
 
 
 def test_config_of_a_shared_artefact_has_its_inputs_and_ids_and_no_run(run):
     folders = [tokenizer_folder("data", run.ids.tokenizer), tokens_folder("data", run.ids.tokens)]
     paths = [folder / "config.json" for folder in folders]
-    workflow.write_configs({"base": run}, jobs(*paths))
+    rule_inputs.write_configs({"base": run}, jobs(*paths))
     for path in paths:
         again = load_config(path)
         assert (again.tokenizer, again.tokenize, again.ids) == (
@@ -140,7 +140,7 @@ def test_corpus_files_of_a_hub_have_a_config_of_their_own(run):
     run = changed(run, "tokenize", inputs=inputs).model_copy(update={"ids": None})
     run = resolve(checked(Config, run.to_json(), "the test"))
     path = inputs_folder("data", run.ids.inputs) / "config.json"
-    workflow.write_configs({"base": run}, jobs(path))
+    rule_inputs.write_configs({"base": run}, jobs(path))
     assert load_config(path).tokenize.inputs == inputs
 
 
@@ -172,8 +172,8 @@ def test_runs_with_other_weights_and_a_run_of_one_corpus_share_the_tokens_of_a_s
         )
     )
     runs = {"base": mixed, "other": other, "alone": alone}
-    assert set(workflow.tokenizing(runs)) == set(mixed.ids.sources.values())
-    assert set(workflow.listing_sources(runs)) == {mixed.ids.tokens}
+    assert set(rule_inputs.tokenizing(runs)) == set(mixed.ids.sources.values())
+    assert set(rule_inputs.listing_sources(runs)) == {mixed.ids.tokens}
     assert settings(other, "config_run") != settings(mixed, "config_run")
 
 
@@ -183,7 +183,7 @@ def test_config_of_a_sources_tokens_is_that_of_a_single_corpus(mixed):
         for name, tokens in mixed.ids.sources.items()
     }
     listed = tokens_folder("data", mixed.ids.tokens) / "config.json"
-    workflow.write_configs({"base": mixed}, jobs(listed, *paths.values()))
+    rule_inputs.write_configs({"base": mixed}, jobs(listed, *paths.values()))
     for name, path in paths.items():
         alone = load_config(path)
         assert alone.tokenize.inputs == [f"{name}.txt"] and alone.tokenize.sources is None
@@ -195,32 +195,32 @@ def test_config_of_a_sources_tokens_is_that_of_a_single_corpus(mixed):
 
 
 def test_memory_of_validation_grows_with_the_model_and_is_never_below_that_of_the_profile(run):
-    small = workflow.validation_mem_mb(run, 2, None)
+    small = resources.validation_mem_mb(run, 2, None)
     large = changed(run, "model", dim=2048, layers=16, heads=16)
     added = 4 * (large.model.num_parameters(4096) - run.model.num_parameters(4096)) / 10**6
-    assert workflow.validation_mem_mb(large, 2, None) > small + added
-    assert workflow.validation_mem_mb(large, 2, {"mem_mb": 9}) > small + added
-    assert workflow.validation_mem_mb(run, 2, {"mem_mb": 10**6}) == 10**6
+    assert resources.validation_mem_mb(large, 2, None) > small + added
+    assert resources.validation_mem_mb(large, 2, {"mem_mb": 9}) > small + added
+    assert resources.validation_mem_mb(run, 2, {"mem_mb": 10**6}) == 10**6
     of_files = changed(large, "validation", depth="digests")
-    assert workflow.validation_mem_mb(of_files, 2, None) < small
+    assert resources.validation_mem_mb(of_files, 2, None) < small
 
 
 def test_memory_of_validation_has_room_for_the_ranks_that_load_what_one_rank_has_trained(run):
     large = changed(run, "model", dim=2048, layers=16, heads=16)
     weights = 4 * large.model.num_parameters(4096) / 10**6
-    more = workflow.validation_mem_mb(large, 1, None) - workflow.validation_mem_mb(large, 2, None)
+    more = resources.validation_mem_mb(large, 1, None) - resources.validation_mem_mb(large, 2, None)
     assert 4 * weights < more < 6 * weights
 
 
 def test_memory_of_validation_of_another_program_is_that_of_the_profile():
     program = {"command": ["python"]}
     config = resolve(checked(Config, {"program": program}, "the test"))
-    assert workflow.validation_mem_mb(config, 2, {"mem_mb": 300}) == 300
-    assert workflow.validation_mem_mb(config, 2, {}) == workflow.PROGRAM_MB
+    assert resources.validation_mem_mb(config, 2, {"mem_mb": 300}) == 300
+    assert resources.validation_mem_mb(config, 2, {}) == resources.PROGRAM_MB
 
 
 def test_settings_are_in_the_project_and_not_beside_the_results(run):
-    workflow.keep_settings({run.run: run}, None, lambda name: 5000, submits=False)
+    workflow_command.keep_settings({run.run: run}, None, lambda name: 5000, submits=False)
     assert settings_file(run.run).exists() and not RunPaths.of(run).root.exists()
 
 
@@ -243,8 +243,8 @@ def given(tmp_path, monkeypatch):
 
 def test_nodes_of_one_command_are_no_config_and_hold_for_all_runs(given):
     settings = given({"nodes": 8, "partition": "big", "train": {"seed": 2}}, "run\na\nb\n")
-    assert workflow.read_config(settings) == {"train": {"max_steps": 3, "seed": 2}}
-    found = workflow.read_layouts(settings, {"nodes": 2, "tasks_per_node": 4}, main=True)
+    assert runs.read_config(settings) == {"train": {"max_steps": 3, "seed": 2}}
+    found = runs.read_layouts(settings, {"nodes": 2, "tasks_per_node": 4}, main=True)
     assert found == {run: {"nodes": 8, "slurm_partition": "big"} for run in "ab"}
 
 
@@ -254,14 +254,14 @@ def test_nodes_of_one_command_are_no_config_and_hold_for_all_runs(given):
 )
 def test_misspelt_key_of_one_command_is_named(given, name, meant):
     with pytest.raises(ConfigError, match=rf"{name}=8, .*did you mean {meant}\?"):
-        workflow.read_config(given({name: 8}))
-    workflow.read_config(given({"result": 8, "runs": "x"}))  # others are refused with the config
+        runs.read_config(given({name: 8}))
+    runs.read_config(given({"result": 8, "runs": "x"}))  # others are refused with the config
 
 
 def test_nodes_that_the_sheet_has_as_well_are_refused_by_the_cell(given):
     sheet = "run\tnodes\na\t\nb\t4\n"
     with pytest.raises(ConfigError, match=r"nodes=8, and config/runs.tsv, line 3 \(run b\).*: 4"):
-        workflow.read_layouts(given({"nodes": 8}, sheet), {}, main=True)
+        runs.read_layouts(given({"nodes": 8}, sheet), {}, main=True)
 
 
 def test_every_word_of_a_rules_shell_line_is_quoted():
@@ -275,6 +275,6 @@ def test_every_word_of_a_rules_shell_line_is_quoted():
 
 def test_a_disk_that_cannot_be_written_is_not_waited_for(run, monkeypatch):
     Path(run.results).write_text("a file where the directory of results should be")
-    monkeypatch.setattr(workflow.time, "sleep", lambda _: pytest.fail("it waits"))
+    monkeypatch.setattr(workflow_command.time, "sleep", lambda _: pytest.fail("it waits"))
     with pytest.raises(UnfitError, match="cannot write"):
-        workflow.take_over({"base": run}, Slurm(when_running="wait"), print, submits=False)
+        workflow_command.take_over({"base": run}, Slurm(when_running="wait"), print, submits=False)

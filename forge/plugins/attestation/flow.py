@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from forge.core import events
 from forge.core.paths import RunPaths
+from forge.flow.resources import PROGRAM_MB, of_profile
 from forge.hosts.allocation import OF_NODES, plain
 from forge.slurm import exclude, sbatch, submission
 from forge.slurm.sbatch import Request
 from forge.validation.estimates import BASE_BYTES, training_bytes
-from forge.workflow import PROGRAM_MB, of_profile
 
 if TYPE_CHECKING:
-    from forge.flow import Flow
+    from forge.flow.flow import Flow
 
 RULE = "reproduce_run"
 LIMIT_MIN = 60  # its time limit where the profile has none, as on one machine

@@ -8,11 +8,11 @@ from typing import Any
 
 from forge.core.errors import ConfigError, ForgeError, TrainingError
 from forge.core.paths import RunPaths
-from forge.flow import Flow
+from forge.flow.flow import Flow
+from forge.flow.runs import SUBMITTED
 from forge.hosts.allocation import EXECUTOR
 from forge.plugins.controller.places import SUBMIT_CHECK
 from forge.plugins.controller.records import SubmitCheck
-from forge.workflow import SUBMITTED
 
 KNOWN_FAILURE = "known_failure_run"  # the rule that only fails
 

@@ -9,10 +9,11 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
+from forge.flow.resources import of_profile
+from forge.flow.rule_inputs import RuleSettings
 from forge.hosts.allocation import plain
 from forge.plugins.evaluation.settings import Evaluate
 from forge.slurm.sbatch import Request
-from forge.workflow import RuleSettings, of_profile
 
 RULE = "evaluate_run"  # its resources in the profile are also those of the jobs during training
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forge.core.config import ResolvedConfig
 from forge.core.sample_sheet import shared_folders
-from forge.workflow import RuleSettings
+from forge.flow.rule_inputs import RuleSettings
 
 
 def comparison(results: str) -> str:

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge import workflow
 from forge.core import events
 from forge.core.config import Config, Ids, checked
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.data.content_ids import resolve
+from forge.flow import resources
 from forge.hosts.placement import WorldLayout
 from forge.plugins.attestation import flow
 
@@ -102,4 +102,4 @@ def memory(run, defaults, nodes, mem_mb=3000):
 def test_memory_of_a_programs_reproduction_is_that_of_all_nodes_of_its_training(run):
     program = run.model_copy(update={"ids": Ids()})
     assert memory(program, {"mem_mb": 1000}, 4) == 12000
-    assert memory(program, {}, 4, "attempt * 1000") == workflow.PROGRAM_MB
+    assert memory(program, {}, 4, "attempt * 1000") == resources.PROGRAM_MB

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge import workflow
 from forge.core.config import Config, checked, load_config
 from forge.core.errors import ConfigError
 from forge.core.hooks import check_targets
 from forge.core.paths import RunPaths, settings_file
 from forge.core.records import RunSettings
 from forge.data.content_ids import resolve
+from forge.flow import rule_inputs, workflow_command
 from forge.plugins.evaluation.hooks import wanted_files
 from forge.plugins.evaluation.settings import Evaluate
 from forge.slurm.sbatch import Request
@@ -33,7 +33,7 @@ def run_of(**evaluate):
 
 
 def settings(config, rule):
-    found = workflow.rule_settings({"base": config}, main=True)
+    found = rule_inputs.rule_settings({"base": config}, main=True)
     return Path(found[rule]["base"])
 
 
@@ -72,7 +72,7 @@ def kept(run, **of_profile):
         overwrite_resources={"evaluate_run": of_profile},
         overwrite_threads={"evaluate_run": SimpleNamespace(raw="8")},  # a Resource of Snakemake
     )
-    workflow.keep_settings({run.run: run}, given, lambda name: 5000, submits=True)
+    workflow_command.keep_settings({run.run: run}, given, lambda name: 5000, submits=True)
     found = RunSettings.read(settings_file(run.run))
     assert found.of(Evaluate) == run.of(Evaluate)
     return list(Request.from_json(found.jobs["evaluate_run"]).options)

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from forge import cli, workflow
+from forge import cli
 from forge.core.config import Config, ResolvedConfig, checked
 from forge.core.files import write_json
 from forge.data.content_ids import resolve
+from forge.flow import rule_inputs
 from forge.plugins.pages.hooks import wanted_files
 
 
@@ -33,7 +34,7 @@ def test_comparison_is_newer_than_its_settings_until_there_are_other_runs(
     page = Path("results/compare.html")
 
     def settings(*names: str) -> Path:
-        found = workflow.rule_settings(dict.fromkeys(names, config), main=True)
+        found = rule_inputs.rule_settings(dict.fromkeys(names, config), main=True)
         return Path(found["compare_runs"][str(page)])
 
     both = settings("a", "b")

@@ -12,12 +12,13 @@ from unittest import mock
 
 import pytest
 
-from forge import cli, workflow
+from forge import cli
 from forge.core.config import ResolvedConfig, load_config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import write_json
 from forge.core.paths import RunPaths, settings_file
 from forge.core.provenance import config_digest
+from forge.flow import workflow_command
 from forge.plugins.tracking import feed, feed_process, places, to_wandb, tracker
 from forge.plugins.tracking.records import Sent
 from forge.plugins.tracking.settings import Tracking, Wandb
@@ -289,8 +290,8 @@ def test_workflow_gives_each_run_its_trackers_in_a_file_for_the_owner_alone(trai
     tracking = {"mlflow": {"tracking_uri": address}}
     config = ResolvedConfig.model_validate({"run": "a", "ids": IDS, "tracking": tracking})
     resources = mock.Mock(overwrite_resources={}, overwrite_threads={}, default_resources=None)
-    workflow.keep_settings({"a": config}, resources, lambda run: 1, submits=False)
-    workflow.keep_for_jobs({"a": config}, {})
+    workflow_command.keep_settings({"a": config}, resources, lambda run: 1, submits=False)
+    workflow_command.keep_for_jobs({"a": config}, {})
     holding = [path for path in tmp_path.rglob("*.json") if address in path.read_text()]
     assert len(holding) == 2 and {path.stat().st_mode & 0o777 for path in holding} == {0o600}
     config_json = tmp_path / "results/a/config.json"

@@ -7,7 +7,7 @@ import json
 import pytest
 from snakemake.settings.types import ConfigSettings
 
-from forge import workflow
+from forge.flow import runs
 
 
 @pytest.fixture
@@ -28,6 +28,6 @@ def sheet(tmp_path, results, monkeypatch):
         (tmp_path / "config").mkdir(exist_ok=True)
         values["runs"] = "runs.tsv"
         (tmp_path / "config/config.yaml").write_text(json.dumps(values))
-        return workflow.read_runs(ConfigSettings(), main=True)
+        return runs.read_runs(ConfigSettings(), main=True)
 
     return read

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge import workflow
 from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.process import hostname
 from forge.core.train_settings import ranks_per_copy
+from forge.flow import resources
 from forge.hosts import placement
 from forge.hosts.allocation import Allocation, Profile
 from forge.hosts.placement import Placement, WorldLayout
@@ -99,7 +99,7 @@ def test_slurms_programs_that_are_not_found_in_a_job_are_named_with_the_path(
 def test_login_node_without_slurms_programs_is_refused_before_the_plan_is_judged(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UnfitError, match=r"^sbatch, squeue, scontrol not found on .*PATH=/nowhere"):
-        workflow.check_submission(None, [], [], pytest.fail)
+        resources.check_submission(None, [], [], pytest.fail)
 
 
 def test_allocation_with_too_few_cores_on_one_node_is_reported_as_slurm_gave_it(monkeypatch):

@@ -13,7 +13,6 @@ from typing import Any
 
 from snakemake.logging import logger
 
-from forge import as_module, workflow
 from forge.checkpoint import family
 from forge.core import hooks
 from forge.core.config import RUN_NAME, ResolvedConfig
@@ -29,13 +28,21 @@ from forge.core.sample_sheet import shared_folders
 from forge.core.terminal import say
 from forge.data.content_ids import single_corpora
 from forge.data.corpus import made_by_rules
+from forge.flow import (
+    resources,
+    rule_inputs,
+    runs,
+    snakemake_private,
+    user_module,
+    workflow_command,
+)
+from forge.flow.snakemake_private import refusal, targets_of, unknown_targets
 from forge.hosts.allocation import Allocation, Profile
 from forge.launch.rank import refuse_left_over
 from forge.reporting import workflow_output
 from forge.run import ended_allocation
 from forge.slurm import jobs
 from forge.slurm.sbatch import Request
-from forge.snakemake_private import refusal, targets_of, unknown_targets
 
 
 class Flow:
@@ -45,8 +52,8 @@ class Flow:
     message alone, for a config, sheet or profile that is refused.
 
     runs: name -> config. results, data: the directories of all runs. settings: rule -> run -> file
-    (`workflow.rule_settings`). waiting: runs that begin when another one of the sheet has trained -> its
-    name. failed: runs whose config has failed before -> the message: no allocation is spent on them.
+    (`rule_inputs.rule_settings`). waiting: runs that begin when another one of the sheet has trained ->
+    its name. failed: runs whose config has failed before -> the message: no allocation is spent on them.
     environment: path of the conda environment, for rules of plugins.
     """
 
@@ -54,46 +61,46 @@ class Flow:
         self._snakemake = snakemake
         self._is_main = bool(snakemake.is_main_process)
         self.environment = f"{snakemake.current_basedir}/envs/forge.yaml"
-        workflow.prepare_environment()
+        workflow_command.prepare_environment()
         workflow_output.shorten(snakemake, logger)
         try:
-            as_module.refuse_other_names(snakemake)
+            user_module.refuse_other_names(snakemake)
             self._read(values)
         except ForgeError as err:
             raise refusal(str(err)) from None
         except KeyboardInterrupt:
             sys.exit(Exit.STOPPED)
-        if self._is_main and not as_module.is_read_again(snakemake):
-            workflow.end_with_table(snakemake, self.runs, self._end_dry_run)
+        if self._is_main and not user_module.is_read_again(snakemake):
+            workflow_command.end_with_table(snakemake, self.runs, self._end_dry_run)
         self.waiting = family.waiting(self.runs)
-        self.failed = workflow.known_failures(self.runs) if self._is_main else {}
+        self.failed = runs.known_failures(self.runs) if self._is_main else {}
         self._resumed: dict[str, int] = {}  # run -> step, filled when `resume` is the target
-        as_module.start_with(snakemake, self._before_plan, self._before_first_job)
+        user_module.start_with(snakemake, self._before_plan, self._before_first_job)
 
     def _read(self, values: dict[str, Any]) -> None:
         # No `configfile:`, so that a value means the same here as in every `forge` command.
-        given = as_module.given_config(self._snakemake, values)
+        given = user_module.given_config(self._snakemake, values)
         settings, main = self._snakemake.config_settings, self._is_main
-        self.runs = workflow.read_runs(settings, given, main=main)
+        self.runs = runs.read_runs(settings, given, main=main)
         resources = self._snakemake.resource_settings
         overwrites = resources.overwrite_resources
         self._profile = Profile.of_command(sys.argv[1:], overwrites) if main else Profile()
         of_profile = overwrites.get(jobs.TRAIN_RULE, {})
-        self._layouts = workflow.read_layouts(settings, of_profile, given, main=main)
+        self._layouts = runs.read_layouts(settings, of_profile, given, main=main)
         self.allocation = Allocation(of_profile, self.runs, self._layouts, self._profile)
-        workflow.set_resources(resources, jobs.TRAIN_RULE, self.allocation.of_profile)
+        snakemake_private.set_resources(resources, jobs.TRAIN_RULE, self.allocation.of_profile)
         self.results, self.data = shared_folders(self.runs)
-        self.settings = workflow.rule_settings(self.runs, main=main)
+        self.settings = rule_inputs.rule_settings(self.runs, main=main)
 
     @cached_property
     def tokens(self) -> dict[str, ResolvedConfig]:
         """Content id of tokens -> config that makes them."""
-        return workflow.tokenizing(self.runs)
+        return rule_inputs.tokenizing(self.runs)
 
     @cached_property
     def sources(self) -> dict[str, ResolvedConfig]:
         """Content id of the list of a run's sources -> config of a run that has them."""
-        return workflow.listing_sources(self.runs)
+        return rule_inputs.listing_sources(self.runs)
 
     @cached_property
     def tokenizers(self) -> dict[str, ResolvedConfig]:
@@ -184,7 +191,7 @@ class Flow:
     def resumed_files(self, wildcards: Any) -> list[str]:
         """Files that `train` asks for, of the runs that have a checkpoint."""
         if not self._resumed:
-            self._resumed.update(workflow.resumable_steps(self.runs))
+            self._resumed.update(runs.resumable_steps(self.runs))
             for name, step in self._resumed.items():
                 logger.info(f"resume {name}: step {step} of {self.runs[name].goal}")
         if not self._resumed:
@@ -219,7 +226,7 @@ class Flow:
     def _model_mem_mb(self, run: str) -> int:
         ranks = self.allocation.layout(run).world_size
         defaults = self._snakemake.resource_settings.default_resources
-        return workflow.validation_mem_mb(self.runs[run], ranks, defaults)
+        return resources.validation_mem_mb(self.runs[run], ranks, defaults)
 
     # --- what is checked and written before jobs run ---
 
@@ -237,7 +244,7 @@ class Flow:
     @property
     def default_resources(self) -> dict[str, Any]:
         """Resources that the profile gives every rule."""
-        return workflow.of_profile("", self._snakemake.resource_settings)
+        return resources.of_profile("", self._snakemake.resource_settings)
 
     def _check_plan(self, submits: bool) -> str:
         """A line with what the runs cost that will be trained; "" without any. submits: whether rules
@@ -251,7 +258,7 @@ class Flow:
             )
         self.allocation.check_profile(settings, limits, submits=submits)
         self.allocation.check_runs(self.due, self.failed)
-        return workflow.check_cost(self.runs, self.allocation, self.due) if submits else ""
+        return resources.check_cost(self.runs, self.allocation, self.due) if submits else ""
 
     def _end_dry_run(self) -> None:
         """Say what the runs cost, or with what a start would be refused at once."""
@@ -267,17 +274,17 @@ class Flow:
 
     def check_start(self) -> list[Request]:
         """Check the plan of a dry run with an executor for Slurm as a start does, and write down the runs
-        as they are now (`workflow.keep_for_jobs`); the requests to Slurm. Raises ForgeError."""
-        with workflow.with_executor(self._snakemake, self.executor):
+        as they are now (`workflow_command.keep_for_jobs`); the requests to Slurm. Raises ForgeError."""
+        with snakemake_private.with_executor(self._snakemake, self.executor):
             return self._check_jobs(say, submits=True)
 
     def _check_jobs(self, tell: Callable[[str], None], *, submits: bool) -> list[Request]:
-        hooks.check_plan(self.runs, workflow.rules_due(self.due))
+        hooks.check_plan(self.runs, workflow_command.rules_due(self.due))
         if not submits:
             return []
         folders = [self.results, self.data]
-        requests = workflow.check_submission(self._snakemake.dag, self.due, folders, tell)
-        workflow.keep_for_jobs(self.runs, self._layouts)
+        requests = resources.check_submission(self._snakemake.dag, self.due, folders, tell)
+        workflow_command.keep_for_jobs(self.runs, self._layouts)
         return requests
 
     def _before_plan(self, dry: bool) -> None:
@@ -316,7 +323,7 @@ class Flow:
             logger.info(cost)
         # A STOP file is removed: who resumes a stopped run wants it to train. Not in a dry run.
         resumed = {name: self.runs[name] for name in self._resumed}
-        workflow.remove_stop_files(resumed, logger.info)
+        runs.remove_stop_files(resumed, logger.info)
 
     def _start(self, profile: Profile) -> str:
         """Check, and write for jobs what they read; what the runs cost. Raises ForgeError."""
@@ -326,9 +333,9 @@ class Flow:
         cost = self._check_plan(submits)
         self._check_jobs(logger.warning, submits=submits)
         slurm = self.allocation.machine.slurm
-        workflow.take_over(self.runs, slurm, logger.info, submits=submits)
-        workflow.write_configs(self.runs, self.due)
-        workflow.write_down(self.runs)
+        workflow_command.take_over(self.runs, slurm, logger.info, submits=submits)
+        rule_inputs.write_configs(self.runs, self.due)
+        workflow_command.write_down(self.runs)
         settings, memory = self._snakemake.resource_settings, self._model_mem_mb
-        workflow.keep_settings(self.runs, settings, memory, submits=submits)
+        workflow_command.keep_settings(self.runs, settings, memory, submits=submits)
         return cost

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -157,3 +157,32 @@ def _was_stopped(job: Any, error: BaseException | None) -> bool:
         return False
     is_of_forge = (job.shellcmd or "").startswith("exec forge ")
     return cause.returncode in _INTERRUPTED or (is_of_forge and cause.returncode == Exit.STOPPED)
+
+
+def set_resources(settings: Any, rule: str, values: Mapping[str, Any]) -> None:
+    """Make these the set-resources of a rule. settings: Snakemake's ResourceSettings."""
+    from snakemake.resources import Resource, Resources
+
+    settings.overwrite_resources[rule] = Resources(
+        {
+            name: value if isinstance(value, Resource) else Resource(name, value)
+            for name, value in values.items()
+        }
+    )
+    # Snakemake keeps them as the first rule needed them, which in a module may be one of the user's own.
+    vars(settings).pop("_parsed_overwrite_resources", None)
+
+
+@contextmanager
+def with_executor(workflow: Any, name: str) -> Iterator[None]:
+    """In a dry run, whose executor makes every job a local one, see jobs as this executor would."""
+    from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
+
+    dry = workflow._executor_plugin
+    workflow._executor_plugin = ExecutorPluginRegistry().get_plugin(name)
+    for group in set(workflow.dag._group.values()):
+        group._resources = None  # they depend on it
+    try:
+        yield
+    finally:
+        workflow._executor_plugin = dry

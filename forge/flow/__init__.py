@@ -1,0 +1,1 @@
+"""Workflow: what the Snakefile and its rule files use, and the inside of Snakemake."""
