@@ -312,8 +312,8 @@ class ResolvedConfig(Config):
     ids: Ids
 
     def is_in(self, path: Path) -> bool:
-        """Whether config.json, which may be missing, holds this config. Raises DataError where it is not
-        JSON."""
+        """Return whether config.json, which may be missing, holds this config. Raises DataError where it
+        is not JSON."""
         return path.exists() and bool(read_json(path) == self.training_json())
 
     def write(self, path: Path) -> None:
@@ -456,7 +456,8 @@ def _import_recorded(plugins: dict[str, Any], where: str) -> None:
 
 
 def _problem(model: type[Section], detail: Any) -> tuple[str, list[tuple[str, ...]]]:
-    """What is wrong, and the paths of the keys that it is about. detail: of an error of pydantic."""
+    """Message for one error, and the paths of the keys that it is about. detail: of an error of
+    pydantic."""
     loc = tuple(str(part) for part in detail["loc"])
     place = _place(model, loc)
     dotted = ".".join(place.names)[:200]
@@ -479,7 +480,7 @@ def _problem(model: type[Section], detail: Any) -> tuple[str, list[tuple[str, ..
 
 
 class _Place(NamedTuple):
-    """Where a path leads. section: that holds the last name. names: of the keys on it."""
+    """Key that a path leads to. section: that holds the last name. names: of the keys on the path."""
 
     section: Any
     names: list[str]
@@ -547,7 +548,7 @@ def _fields(section: type[BaseModel]) -> dict[str, Any]:
 
 
 def is_boolean(section: type[Section], dotted: str) -> bool:
-    """Whether the key with this dotted name takes true or false."""
+    """Return whether the key with this dotted name takes true or false."""
     first, _, rest = dotted.partition(".")
     below = _fields(section).get(first)
     if isinstance(below, dict):
@@ -556,7 +557,7 @@ def is_boolean(section: type[Section], dotted: str) -> bool:
 
 
 def is_free(section: type[Section], key: str) -> bool:
-    """Whether this key may change when a run resumes."""
+    """Return whether this key may change when a run resumes."""
     if section.BOUND is not None:
         return key not in section.BOUND
     return section.model_fields[key].json_schema_extra == FREE

@@ -58,8 +58,8 @@ RelativePath = Annotated[str, AfterValidator(relative_path)]
 
 
 def is_file_below(path: Path, folder: Path) -> bool:
-    """Whether this is a regular file below the directory once links are followed: a link in a directory
-    from elsewhere may lead anywhere."""
+    """Return whether this is a regular file below the directory once links are followed: a link in a
+    directory from elsewhere may lead anywhere."""
     real, below = os.path.realpath(path), os.path.realpath(folder)
     return real.startswith(below + os.sep) and Path(real).is_file()
 

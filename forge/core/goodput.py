@@ -89,7 +89,8 @@ class Interruptions(RecordPart):
 
     @property
     def saved_share(self) -> float:
-        """As if one event more had not been saved in time: never 1, and 0 where nothing is known."""
+        """Share of the events before which a checkpoint was saved in time, counted with one event more
+        that was not: never 1, and 0 where nothing is known."""
         return self.saved / (self.saved + self.not_saved + 1)
 
     def after(self, seconds: float) -> Interruptions:

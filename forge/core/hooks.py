@@ -260,7 +260,7 @@ def register(name: str, module: ModuleType, taken: Collection[str]) -> None:
 
 
 def _named(found: list[Any], hook_name: str, kind: type) -> dict[str, Any]:
-    """What a hook of one plugin gave, by name."""
+    """Values that a hook of one plugin gave, by name."""
     for one in found:
         if not isinstance(one, dict):
             raise TypeError(f"{hook_name} gives {one!r:.80}, which is no dictionary")
@@ -277,7 +277,7 @@ def names() -> tuple[str, ...]:
 
 
 def is_implemented(name: str) -> bool:
-    """Whether a plugin that is here implements this hook."""
+    """Return whether a plugin that is here implements this hook."""
     return bool(getattr(_call(), name).get_hookimpls())
 
 

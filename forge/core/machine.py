@@ -370,7 +370,7 @@ class Machine(Section):
 
     @property
     def needs_gpus(self) -> bool:
-        """Whether each rank must have a GPU, without a look at the nodes."""
+        """Return whether each rank must have a GPU, without a look at the nodes."""
         return self.device == "cuda" or self.fabric.backend == "nccl"
 
 

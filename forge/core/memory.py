@@ -1,4 +1,4 @@
-"""How much GPU memory a rank needs to train a model: an estimate from shapes, without torch.
+"""GPU memory that a rank needs to train a model: an estimate from shapes, without torch.
 
 Counted as PyTorch keeps it, without torch.compile, which needs less. Each architecture says what a block
 keeps (core/models).
@@ -98,7 +98,8 @@ class Shape:
 
     @property
     def uses_fsdp2(self) -> bool:
-        """Whether FSDP2 gathers the weights, as it does for copies in bf16 (fsdp.replicates)."""
+        """Return whether FSDP2 gathers the weights, as it does for copies in bf16
+        (trainer/transforms.replicates)."""
         return self.ranks_per_copy > 1 or self.precision == "bf16"
 
     @property
@@ -108,7 +109,7 @@ class Shape:
 
     @property
     def accumulates(self) -> bool:
-        """Whether a step has several micro-batches."""
+        """Return whether a step has several micro-batches."""
         return self.micro_samples < self.share
 
     def changed(self, **train: object) -> Shape:

@@ -36,7 +36,7 @@ class MixStage:
 
     @property
     def trouble(self) -> str:
-        """Which share is too small to be drawn; "" for none."""
+        """Message that names each source whose share is too small to be drawn; "" for none."""
         return "; ".join(
             f"source {name} has {float(share):.2g} of the samples from step {self.step} on, which is less"
             f" than {float(MIN_SHARE):g}"
@@ -45,7 +45,7 @@ class MixStage:
         )
 
     def has_shares_of(self, other: MixStage) -> bool:
-        """Whether both draw alike."""
+        """Return whether both draw each source with the same share."""
         own, others = (
             {name: share for name, share in stage.shares.items() if share}
             for stage in (self, other)

@@ -119,15 +119,17 @@ class Process:
 
     @property
     def is_here(self) -> bool:
-        """Whether it belongs to this host, boot and pid namespace, where its pid means the process."""
+        """Return whether the process belongs to this host, boot and pid namespace, where its pid
+        identifies it."""
         here = (hostname(), boot_id(), _pid_namespace("self"))
         return (self.host, self.boot_id, self.pid_namespace) == here
 
     def life(self) -> Life:
-        """Whether the process still runs; not a zombie, or another process with its pid.
+        """State of the process: `gone` for a zombie, too, and where another process has its pid.
 
         `unknown` where this process cannot tell: the other is of another host, or in a pid namespace (a
-        container) that is not part of this one.
+        container) that is not part of this one. Seen from outside of its pid namespace, any process there
+        that has its pid counts as alive.
         """
         if self.host != hostname():
             return "unknown"
@@ -140,8 +142,8 @@ class Process:
         return "unknown"
 
     def is_stopped(self, stats: str) -> bool:
-        """Whether one of these lines of /proc/PID/stat, read on its host, shows the process as stopped:
-        by SIGSTOP, or by a debugger."""
+        """Return whether one of these lines of /proc/PID/stat, read on its host, shows the process as
+        stopped: by SIGSTOP, or by a debugger."""
         lines = [line for line in stats.splitlines() if line.startswith(f"{self.pid} (")]
         return any(
             state in "Tt" and start_ticks == self.start_ticks
@@ -149,8 +151,8 @@ class Process:
         )
 
     def _ended_with_its_boot(self) -> bool:
-        """Whether this host has rebooted since; another one may have the same name. A job is judged by
-        Slurm: nodes of two clusters may be copies of one installation."""
+        """Return whether this host has rebooted since; another one may have the same name. A job is
+        judged by Slurm: nodes of two clusters may be copies of one installation."""
         return not self.slurm_job and self.machine_id != "" and self.machine_id == _machine_id()
 
     def _runs_here(self) -> bool:
@@ -161,8 +163,8 @@ class Process:
         return state not in "ZX" and start_ticks == self.start_ticks
 
     def _may_be(self, proc: Path) -> bool:
-        """Whether the process of this directory, /proc/NUMBER, may be this one, as seen from outside of
-        its pid namespace. Which namespace another user's process is in may not be readable."""
+        """Return whether the process of this directory, /proc/NUMBER, may be this one, as seen from
+        outside of its pid namespace. Which namespace another user's process is in may not be readable."""
         with suppress(FileNotFoundError, ProcessLookupError):
             pids = re.search(r"^NSpid:(.*)$", (proc / "status").read_text(), re.MULTILINE)
             inner = pids[1].split()[1:] if pids else []  # behind the pid in this namespace
@@ -192,7 +194,7 @@ def _pid_namespace(pid: str) -> int:
 
 
 def _sees_all() -> bool:
-    """Whether /proc shows the processes of other users, too (mount option hidepid)."""
+    """Return whether /proc shows the processes of other users, too (mount option hidepid)."""
     return os.access("/proc/1/status", os.R_OK)
 
 
@@ -211,7 +213,7 @@ def _parsed(stat: str) -> tuple[str, int]:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Whether another user has a process with this pid, which /proc does not show (hidepid)."""
+    """Return whether another user has a process with this pid, which /proc does not show (hidepid)."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -292,7 +294,8 @@ def limit_core_dumps() -> None:
 
 
 def in_workflow() -> bool:
-    """Whether Snakemake runs this subcommand. Run by hand, `nohup forge train` must survive its shell."""
+    """Return whether Snakemake runs this subcommand. Run by hand, `nohup forge train` must survive its
+    shell."""
     return os.environ.get("FORGE_IN_WORKFLOW") == "1"
 
 

@@ -27,7 +27,7 @@ class Epochs(Section):
 
 
 class Checkpoints(Section):
-    """How Forge recognizes the checkpoints of the program, files or directories in `{checkpoints}`."""
+    """Rules for recognizing the program's checkpoints, files or directories in `{checkpoints}`."""
 
     BOUND = ("pattern",)
 
@@ -51,7 +51,7 @@ class Checkpoints(Section):
 
 
 class StopSettings(Section):
-    """How the program is asked to save and exit."""
+    """Signal that asks the program to save and exit, and its grace period."""
 
     BOUND = ()
 
@@ -62,7 +62,7 @@ class StopSettings(Section):
 
 
 class HeartbeatSettings(Section):
-    """How Forge sees that a rank makes progress."""
+    """Heartbeat by which Forge sees that a rank makes progress."""
 
     BOUND = ()
 

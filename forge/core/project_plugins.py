@@ -86,7 +86,7 @@ def used() -> dict[str, str]:
 
 
 def is_kept(digest: object) -> bool:
-    """Whether there is a copy with this digest."""
+    """Return whether there is a copy with this digest."""
     return isinstance(digest, str) and bool(DIGEST.fullmatch(digest)) and folder_of(digest).is_dir()
 
 

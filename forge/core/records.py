@@ -56,13 +56,13 @@ class Record(RecordPart):
 
     @classmethod
     def parse(cls, data: bytes, path: Path) -> Self:
-        """As `read`, from the bytes of the file, which the caller has verified."""
+        """Parse the bytes of the file, which the caller has verified. Raises as `read`."""
         values = as_object(parse_json(data, path), path, "format")
         return validated(cls, _of_format(values, path, cls.FORMAT, cls.FIX), path, fix=cls.FIX)
 
     @classmethod
     def read_if_there(cls, path: Path) -> Self | None:
-        """As `read`; None without a file."""
+        """Read the file, as `read`; None without a file."""
         return cls.read(path) if path.exists() else None
 
 

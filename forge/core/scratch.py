@@ -40,8 +40,8 @@ def scratch_directory(purpose: str) -> Iterator[Path]:
 
 
 def _is_of_a_dead_process(place: Path) -> bool:
-    """Whether this user's process that made the directory is gone. False where nobody can tell, as from
-    another container or host."""
+    """Return whether this user's process that made the directory is gone. False where nobody can tell, as
+    from another container or host."""
     with suppress(OSError, KeyError, TypeError, ValueError):
         status = place.lstat()
         if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():

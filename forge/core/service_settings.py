@@ -10,7 +10,7 @@ from forge.core.section import Section
 
 
 class ValidateSettings(Section):
-    """Which checks validation makes of the final checkpoint."""
+    """Checks that validation makes of the final checkpoint."""
 
     depth: Literal["digests", "load", "probe"] = "probe"
     """`digests`: of all files; `load`: also load every tensor; `probe`: also recompute losses, of

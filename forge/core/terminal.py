@@ -65,7 +65,7 @@ def say(message: str) -> None:
 
 @functools.cache
 def say_once(message: str) -> None:
-    """As `say`, once in a process: for what several steps of a command find out."""
+    """Print a message as `say` does, once in a process: for what several steps of a command find out."""
     say(message)
 
 
@@ -92,8 +92,8 @@ def begin_log(file: IO[str]) -> None:
 
 
 def is_log(file: IO[str]) -> bool:
-    """Whether lines in this stream start with the time: in a regular file, and not on a terminal or in a
-    pipe, whose reader sees when they come."""
+    """Return whether lines in this stream start with the time: in a regular file, and not on a terminal
+    or in a pipe, whose reader sees when they come."""
     return _log_of(file) is not None
 
 
@@ -153,7 +153,7 @@ def visible(text: str) -> str:
 
 
 def is_terminal(stream: IO[str]) -> bool:
-    """Whether the stream is a terminal that can move the cursor and show colors."""
+    """Return whether the stream is a terminal that can move the cursor and show colors."""
     return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
 
 

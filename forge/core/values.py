@@ -1,4 +1,4 @@
-"""How values are parsed: one rule for config.yaml, machine.yaml, runs.tsv and the command line.
+"""Parsing of values: one rule for config.yaml, machine.yaml, runs.tsv and the command line.
 
 YAML with fewer implicit types: only null, true, false, decimal numbers, and quoted or bracketed
 values are special; everything else is text (`010`, `1:30`, `yes`, `2024-01-01`). The type of the key

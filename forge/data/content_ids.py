@@ -263,7 +263,7 @@ def _id_of_inputs(config: Config) -> str:
 
 @functools.cache
 def _inputs_id(inputs: tuple[str, ...], key: str, own: str, _cwd: str) -> str:
-    """As `_cached_listing_digest`; "" without inputs."""
+    """Id of the names and sizes of the inputs, cached as `_cached_listing_digest`; "" without inputs."""
     files = [(file.name, file.size) for file in list_inputs(inputs, own)]
     remote = _named_of_hub(inputs, key)
     return short_id(files + remote) if files or remote else ""

@@ -250,7 +250,8 @@ def _files_of(spec: str, own: re.Pattern[str] | None) -> Iterator[InputFile]:
 
 
 def _is_own(folder: str, own: re.Pattern[str] | None, spec: str) -> bool:
-    """Whether Forge writes into this directory, below the one that `spec` names."""
+    """Return whether Forge writes into this directory, below the one that `spec` names, and say so
+    once."""
     if own is None or not (match := own.match(os.path.abspath(folder))):  # noqa: PTH100
         return False
     first = re.split(r"[*?\[]", spec, maxsplit=1)[0]
@@ -263,7 +264,7 @@ def _is_own(folder: str, own: re.Pattern[str] | None, spec: str) -> bool:
 
 
 def _is_missing_or_folder(path: str) -> bool:
-    """Whether a glob's path is not a file: a directory, or a link to nothing or to itself."""
+    """Return whether a glob's path is no regular file: a directory, or a link to nothing or to itself."""
     try:
         return not S_ISREG(os.stat(path).st_mode)  # noqa: PTH116 (thousands of them)
     except OSError as err:  # any other error is reported for the file
@@ -387,7 +388,8 @@ def _documents(file: InputFile, settings: Tokenize, utf8: Utf8, read: BytesRead)
 
 
 def is_divisible(file: InputFile, settings: Tokenize) -> bool:
-    """Whether `document_separator` divides the file: text, but no module of the standard library."""
+    """Return whether `document_separator` divides the file: text, but no module of the standard
+    library."""
     return not file.name.startswith(STDLIB) and _format_of(file.location, settings) == "text"
 
 

@@ -271,7 +271,8 @@ def _compare(fast: Encode, reference: Encode, text: str, number: int = 0) -> Non
 
 
 def _is_divisible(tokenizer: LoadedTokenizer) -> bool:
-    """Whether words end at a BOUNDARY: true of plain ByteLevel, as in trained tokenizers and GPT-2."""
+    """Return whether words end at a BOUNDARY: true of plain ByteLevel, as in trained tokenizers and
+    GPT-2."""
     parts = tokenizer.text_parts
     words = parts["pre_tokenizer"] or {}
     return (

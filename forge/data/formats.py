@@ -17,7 +17,7 @@ PACKED = re.compile(r"\.(tar|tgz|zip|xz|bz2|lz4)(\.gz|\.zst)?$", re.IGNORECASE)
 
 
 def is_compressed(name: str) -> bool:
-    """Whether a file of this name is unpacked as it is read."""
+    """Return whether a file of this name is unpacked as it is read."""
     return name.lower().endswith(COMPRESSED)
 
 

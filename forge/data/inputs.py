@@ -205,7 +205,7 @@ def corpus_files(config: ResolvedConfig) -> list[InputFile]:
 
 
 def _check_downloads(settings: Tokenize, names: list[str]) -> None:
-    """As `_check_names`, for the files that were downloaded: owner/name/file."""
+    """Apply `_check_names` to the files that were downloaded. names: of these, owner/name/file."""
     for named in of_hub(settings.inputs, "tokenize.inputs"):
         start = f"{named.repo.folder}/"
         of_repo = [name.removeprefix(start) for name in names if name.startswith(start)]
@@ -213,7 +213,7 @@ def _check_downloads(settings: Tokenize, names: list[str]) -> None:
 
 
 def _check_names(named: HubFiles, names: list[str], kind: str) -> None:
-    """As `corpus.check_kinds`, for what a glob of the hub names. kind: tokenize.format; "" of a
+    """Apply `corpus.check_kinds` to what a glob of the hub names. kind: tokenize.format; "" of a
     program."""
     if kind == "auto" and named.pattern not in names:
         visible = [name for name in names if not _is_hidden(name)]
@@ -221,7 +221,8 @@ def _check_names(named: HubFiles, names: list[str], kind: str) -> None:
 
 
 def _is_hidden(name: str) -> bool:
-    """Whether a file is one of the repository itself, such as .gitattributes, and no text of a corpus."""
+    """Return whether a file is one of the repository itself, such as .gitattributes, and no text of a
+    corpus."""
     return f"/{name}".find("/.") >= 0
 
 
@@ -262,7 +263,8 @@ def make_inputs(config: ResolvedConfig) -> Path:
 
 
 def _digest(files: list[PathEntry], downloads: list[PathEntry]) -> str:
-    """Which files are downloads counts, too: a copy has them in another directory."""
+    """Digest of the files. Which of them are downloads counts, too: a copy has them in another
+    directory."""
     listed = {"files": files, "downloads": downloads}
     return digest_bytes(
         canonical({k: [entry.model_dump() for entry in entries] for k, entries in listed.items()})

@@ -53,7 +53,8 @@ def steps_of(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def keeps_all_text(tokenizer: LoadedTokenizer) -> bool:
-    """Whether the ids of any text spell this text, up to NFC: a byte-level BPE that has all bytes."""
+    """Return whether the ids of any text spell this text, up to NFC: a byte-level BPE that has all
+    bytes."""
     parts = tokenizer.text_parts
     model, steps = parts["model"], list(steps_of(parts["pre_tokenizer"]))
     return (
@@ -270,8 +271,8 @@ def _is_space(character: str) -> bool:
 
 @functools.cache
 def _is_same(character: str, normal: str) -> bool:
-    """Whether a normalized text still has the character, but for case, accent and compatibility form; of
-    white space whether it is any text."""
+    """Return whether a normalized text still has the character, but for case, accent and compatibility
+    form; of white space whether it is any text."""
     if _is_space(character):
         return bool(normal)
     return character == normal or _bare(character) in _bare(normal)

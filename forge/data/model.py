@@ -247,7 +247,8 @@ def find_files(config: ResolvedConfig) -> tuple[Path, list[Path], str]:
 
 
 def is_made(config: ResolvedConfig) -> bool:
-    """Whether the manifest of the weights is there, and every file that it lists."""
+    """Return whether the manifest of the weights is there, and every file that it lists, with its
+    size."""
     path = model_folder(config.data, config.ids.model) / MANIFEST
     return path.exists() and not any(ModelManifest.read(path).file_list.bad_files(content=False))
 
@@ -344,7 +345,7 @@ def _download(init: InitSettings, target: Path) -> tuple[Path, list[Path], str]:
 
 
 def _on_hub(repo: hub.Repo, name: str) -> bool:
-    """Whether a repository has a file, which is then downloaded.
+    """Return whether a repository has a file, which is then downloaded.
 
     With HF_HUB_OFFLINE, what the cache does not have is not there, as for transformers: a cache that
     another program filled does not record which files are missing.

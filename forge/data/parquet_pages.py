@@ -1,4 +1,4 @@
-"""How many rows of a parquet column can be decoded at once in bounded memory.
+"""Number of rows of a parquet column that can be decoded at once in bounded memory.
 
 A few bytes may decode to gigabytes: a page that compresses well, or rows that share one long value of
 a dictionary. So the header of each page is read first. It says what the page decompresses to, and
@@ -37,7 +37,7 @@ class Page(NamedTuple):
 
 
 def rows_per_batch(path: Path, metadata: Any, column: str) -> int:
-    """How many rows of a text column to decode at once, at most 256.
+    """Number of rows of a text column to decode at once, at most 256.
 
     metadata: of pyarrow's ParquetFile. Raises DataError for a page of more than MAX_PAGE_BYTES,
     ValueError for one without a valid header, and OSError.

@@ -116,20 +116,20 @@ class _Span:
         return cls(start, list(accumulate(parts)), total, block, before, key)
 
     def rounded(self, samples: int) -> list[int]:
-        """How many of the first so many samples are of each source, at the end of a block. It differs
-        from the share by less than 1, in exact arithmetic of any size."""
+        """Number of samples of each source among the first so many samples, at the end of a block. It
+        differs from the share by less than 1, in exact arithmetic of any size."""
         ends = [samples * limit // self.total for limit in self.limits]
         return [after - before for before, after in pairwise([0, *ends])]
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `MixedOrder.locate`, for numbers of this stage, int64 [n]."""
+        """Locate samples, as `MixedOrder.locate`, by their numbers in this stage, int64 [n]."""
         blocks, slots = np.divmod(numbers, self.block)
         wanted, rows = np.unique(blocks, return_inverse=True)
         sources, draws = self._fill(wanted)
         return sources[rows, slots], draws[rows, slots]
 
     def _fill(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As `locate`, for all samples of these blocks, int64 [len(blocks), block]."""
+        """Locate all samples of these blocks, as `locate`, int64 [len(blocks), block]."""
         shape = len(blocks), self.block
         first = np.array([self.rounded(int(b) * self.block) for b in blocks], np.int64)
         counts = (

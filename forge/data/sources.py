@@ -82,7 +82,8 @@ class SourceSet:
         return sum(member.num_bytes for member in self.members)
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
-        """As `ShardSet.verify`. The manifests were verified when they were opened."""
+        """Verify the shards of all sources, as `ShardSet.verify`. The manifests were verified when they
+        were opened."""
         verify([shards.file_list for shards in self.by_source.values()], share)
         for shards in self.by_source.values():
             shards.check_reading((shards.train + shards.val)[share[0] :: share[1]])

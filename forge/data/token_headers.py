@@ -107,7 +107,8 @@ def _count(head: bytes, size: int) -> Header | None:
 
 
 def refuse_header(path: Path, size: int) -> bool:
-    """Whether the file begins with NumPy's header. DataError where it begins with another format's."""
+    """Return whether the file begins with NumPy's header. DataError where it begins with another
+    format's."""
     with open(path, "rb") as stream:
         head = stream.read(HEAD_BYTES)
     if head.startswith(NUMPY):

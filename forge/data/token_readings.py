@@ -70,8 +70,8 @@ class Fit:
         return True
 
     def differs(self, narrow: Dtype, eos_id: int) -> bool:
-        """Whether a narrower dtype, of which the ids are numbers, too, gives other documents. Its zeros
-        between ids are padding where 0 ends a document and each has one id."""
+        """Return whether a narrower dtype, of which the ids are numbers, too, gives other documents. Its
+        zeros between ids are padding where 0 ends a document and each has one id."""
         fits_narrow = self.largest < 2 ** (8 * narrow.itemsize)
         if eos_id == 0 and fits_narrow and not self.has_neighbors:
             return False
@@ -188,9 +188,9 @@ def _fits_swapped(ids: Ids, vocab_size: int) -> bool:
 
 
 def _is_swapped(ids: Ids) -> bool:
-    """Whether ids of 16 bits have many zeros in their lower byte and few in the upper one: in natural
-    text ids below 256 are frequent, and of all numbers only one of 256 is a multiple of 256. Without the
-    most frequent multiple, which may be padding."""
+    """Return whether ids of 16 bits have many zeros in their lower byte and few in the upper one: in
+    natural text ids below 256 are frequent, and of all numbers only one of 256 is a multiple of 256.
+    Without the most frequent multiple, which may be padding."""
     if ids.dtype.itemsize != 2:
         return False
     counts = np.bincount(ids.astype(np.int64) & 0xFFFF, minlength=2**16)
@@ -228,8 +228,9 @@ def _how_to_read(dtype: Dtype, path: Path) -> str:
 
 
 def wrong_shard(ids: Ids, dtype: Dtype, *, vocab_size: int, eos_id: int) -> str | None:
-    """How the beginning of a shard shows that the file it was made of was read by a wrong dtype, or with
-    its header; None where nothing does. ids: the first SET_SAMPLE_IDS. dtype: that of the reading."""
+    """Evidence in the beginning of a shard that the file it was made of was read by a wrong dtype, or
+    with its header; None where there is none. ids: the first SET_SAMPLE_IDS. dtype: that of the
+    reading."""
     head = ids[:HEAD_BYTES].astype(dtype).tobytes()[:HEAD_BYTES]
     if head.startswith(NUMPY):
         return "begins with the header of an .npy file"
@@ -244,8 +245,8 @@ def wrong_shard(ids: Ids, dtype: Dtype, *, vocab_size: int, eos_id: int) -> str 
 
 
 def _are_halves(ids: Ids, below: int, eos_id: int) -> bool:
-    """Whether no two ids in a row are above the upper halves of wider ids, which are less than `below`.
-    That holds of documents of one id, too: these have no halves, unless they end with 0."""
+    """Return whether no two ids in a row are above the upper halves of wider ids, which are less than
+    `below`. That holds of documents of one id, too: these have no halves, unless they end with 0."""
     is_half, is_end = ids < below, ids == eos_id
     is_id = ~is_half & ~is_end
     num_ids, num_halves = int(is_id.sum()), int((is_half & ~is_end).sum())

@@ -130,7 +130,8 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
 def _is_current(
     folder: Path, tokenizer: LoadedTokenizer, files: list[InputFile], threads: int
 ) -> bool:
-    """Whether complete shards exist that were made of these inputs, by digest, and this tokenizer."""
+    """Return whether complete shards exist that were made of these inputs, by digest, and this
+    tokenizer."""
     if not (folder / MANIFEST).exists():
         return False
     try:
@@ -257,7 +258,8 @@ def _say_equal_files(statistics: Statistics, num_files: int) -> None:
 
 
 def _can_be_fast(settings: Tokenize, tokenizer: LoadedTokenizer) -> bool:
-    """Whether gigatoken encodes this corpus: what it cannot read at all is said before the first part."""
+    """Return whether gigatoken encodes this corpus: what it cannot read at all is said before the first
+    part."""
     if not settings.fast or settings.format in TOKEN_FORMATS:
         return False
     try:

@@ -200,7 +200,7 @@ def build_tokenizer(config: ResolvedConfig) -> Path:
 
 
 def _is_valid(folder: Path) -> bool:
-    """Whether the tokenizer is built and valid; removes the manifest of an invalid one."""
+    """Return whether the tokenizer is built and valid; removes the manifest of an invalid one."""
     if not (folder / MANIFEST).exists():
         return False
     try:
@@ -441,7 +441,7 @@ def _test_offline(path: Path, eos_token: str, eos_id: int) -> None:
 
 
 def _is_lossless(path: Path) -> bool:
-    """Whether a tokenizer.json is byte-level, without a normalizer that changes the probe."""
+    """Return whether a tokenizer.json is byte-level, without a normalizer that changes the probe."""
     parts = json.loads(path.read_text())
     decoder = parts.get("decoder") or {}
     kinds = {decoder.get("type"), *(part.get("type") for part in decoder.get("decoders", []))}

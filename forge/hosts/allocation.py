@@ -392,7 +392,7 @@ class Profile:
 
     @property
     def submits(self) -> bool:
-        """Whether rules become Slurm jobs."""
+        """Return whether rules become Slurm jobs."""
         return self.executor == EXECUTOR
 
     @property

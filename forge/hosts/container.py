@@ -1,4 +1,4 @@
-"""How a command is started in a container on a node (`container` in machine.yaml).
+"""Commands that start in a container on a node (`container` in machine.yaml).
 
 Ranks, node agents and probes of a launch go through `Container.around`. The subcommands of the workflow
 stay outside: they run the engine, and Slurm's commands, which an image does not have.

@@ -69,8 +69,8 @@ class Gpu:
 
     @property
     def remapping(self) -> tuple[bool, bool]:
-        """Whether rows of its memory wait for its next reset to be remapped, and whether that has failed.
-        GPUs before A100 have none."""
+        """Return whether rows of its memory wait for its next reset to be remapped, and whether that has
+        failed. GPUs before A100 have none."""
         _, _, waits, failed = self.ask("nvmlDeviceGetRemappedRows") or (0, 0, 0, 0)
         return bool(waits), bool(failed)
 

@@ -31,8 +31,8 @@ class LockHeld(UnfitError):
 
 
 def shared_lock(folder: Path, command: str) -> contextlib.AbstractContextManager[None]:
-    """As `lock`, for a directory that several runs and users share: waits while a living holder makes
-    the same artifact, for SHARED_WAIT_SEC at most."""
+    """Hold `lock` on a directory that several runs and users share: waits while a living holder makes the
+    same artifact, for SHARED_WAIT_SEC at most."""
     return lock(folder, command, wait_sec=SHARED_WAIT_SEC)
 
 
@@ -213,8 +213,8 @@ def _look(held: Lock) -> str:
 
 
 def _job_has_ended(path: Path, held: Lock) -> bool:
-    """Whether Slurm says that this start of the holder's job is over; False where it cannot be asked.
-    Raises UnfitError for a job that runs."""
+    """Return whether Slurm says that this start of the holder's job is over; False where it cannot be
+    asked. Raises UnfitError for a job that runs, or waits to start again."""
     if not held.slurm_job or not held.cluster or not slurm.is_here():
         return False
     with contextlib.suppress(slurm.SlurmSilent):
@@ -230,7 +230,7 @@ def _job_has_ended(path: Path, held: Lock) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Whether this user made the lock, which may have been given back meanwhile."""
+    """Return whether this user made the lock; also true where it has been released meanwhile."""
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_uid == os.getuid()
     return True

@@ -118,8 +118,8 @@ def rank_settings(
 
 
 def _gpu_allocator() -> Setting:
-    """How torch allocates memory of a GPU. torch reads both names, and which one wins differs between its
-    parts: one that the user has exported stays the only one."""
+    """Setting of torch's allocator for memory of a GPU. torch reads both names, and which one wins
+    differs between its parts: one that the user has exported stays the only one."""
     of_cuda = "PYTORCH_CUDA_ALLOC_CONF"
     name = of_cuda if of_cuda in os.environ else "PYTORCH_ALLOC_CONF"
     return Setting(name, "expandable_segments:True", "no memory of a GPU is lost to fragments")
@@ -144,7 +144,7 @@ def with_exported_timeout(machine: Machine) -> Machine:
 
 
 def has_rdma() -> bool:
-    """Whether this node has an active port of InfiniBand or RoCE."""
+    """Return whether this node has an active port of InfiniBand or RoCE."""
     # The second question because a container may hide /sys/class/infiniband.
     return bool(active_ports()) or infiniband_interface() is not None
 
@@ -195,8 +195,9 @@ def _exported_interface(fabric: Fabric, environ: Mapping[str, str]) -> tuple[str
 
 
 def fits(pattern: str, names: Iterable[str]) -> bool:
-    """Whether NCCL finds one of these interfaces, or ports such as `mlx5_0:1`, by NCCL_SOCKET_IFNAME or
-    NCCL_IB_HCA: prefixes separated by commas; `=` before them means whole names, `^` all others."""
+    """Return whether NCCL finds one of these interfaces, or ports such as `mlx5_0:1`, by
+    NCCL_SOCKET_IFNAME or NCCL_IB_HCA: prefixes separated by commas; `=` before them means whole names,
+    `^` all others."""
     excludes = pattern.startswith("^")
     pattern = pattern.removeprefix("^")
     is_exact = pattern.startswith("=")
@@ -381,8 +382,8 @@ class Port:
 
     @property
     def is_roce(self) -> bool:
-        """Whether NCCL reads NCCL_IB_GID_INDEX for this port. On InfiniBand it chooses the GID itself
-        (ncclIbGetGidIndex), and such a port has GID 0 alone."""
+        """Return whether NCCL reads NCCL_IB_GID_INDEX for this port. On InfiniBand it chooses the GID
+        itself (ncclIbGetGidIndex), and such a port has GID 0 alone."""
         return self.link_layer == "Ethernet"
 
 

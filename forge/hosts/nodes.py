@@ -128,7 +128,7 @@ class NodePool:
         each: Mapping[str, Mapping[str, Any]] | None,
         arguments: Mapping[str, Any],
     ) -> dict[str, T | NodeFailure]:
-        """As `ask`, once."""
+        """Ask these hosts once, as `ask`, without a new agent where one was killed."""
         name = request.__name__
         number = self._asked = self._asked + 1  # of each host's requests, each number once
         for host in wanted:
@@ -291,7 +291,7 @@ class _Member:
 
     @property
     def was_killed(self) -> bool:
-        """Whether its process was killed, or its srun, or the task of that."""
+        """Return whether the agent's process was killed, or its srun, or the task of that srun."""
         return self._process.poll() in (-signal.SIGKILL, 128 + signal.SIGKILL)
 
     def is_waiting_for(self, number: int) -> bool:

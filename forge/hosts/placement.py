@@ -80,7 +80,7 @@ class Placement:
 
     @property
     def is_here(self) -> bool:
-        """Whether this host is the only one, so that no srun is needed."""
+        """Return whether this host is the only one, so that no srun is needed."""
         return self.hosts == (hostname(),)
 
     def only(self, hosts: Sequence[str]) -> Placement:
@@ -134,8 +134,8 @@ def _refuse_other_start(config: Config) -> None:
 
 
 def check_layouts(machine: Machine, layout: WorldLayout, config: Config) -> None:
-    """As `check_layout`, for the fewest nodes (slurm.nodes_min), too, and for those that a run has left
-    that loses one (slurm.shrink)."""
+    """Check the layout, as `check_layout`, and that of the fewest nodes (slurm.nodes_min), and that some
+    fewer nodes can train the config where a run goes on without a node that it loses (slurm.shrink)."""
     check_layout(machine, layout, config)
     fewest = machine.slurm.nodes_min or layout.nodes
     if fewest > layout.nodes:

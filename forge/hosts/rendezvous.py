@@ -48,7 +48,7 @@ def host(fabric: Fabric, head: str) -> str:
 
 
 def is_asked_for(fabric: Fabric) -> bool:
-    """Whether the user asked for a host or a port."""
+    """Return whether the user asked for a host or a port."""
     return bool(host(fabric, "")) or _ports(fabric) is not None
 
 
@@ -65,7 +65,8 @@ def check(fabric: Fabric, nodes: int) -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a host listens there only to itself; of names, localhost alone."""
+    """Return whether a host reaches only itself at this address, as at 127.0.0.1 and 0.0.0.0; of names,
+    localhost alone."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -158,7 +159,7 @@ def _unresolved(job_id: str, hosts: Sequence[str], name: str) -> list[str]:
 
 
 def resolves(name: str) -> bool:
-    """Whether this node knows an address for the name."""
+    """Return whether this node knows an address for the name."""
     try:
         socket.getaddrinfo(name, None)
     except OSError:

@@ -33,7 +33,7 @@ class LastCollectives:
 
     @property
     def in_progress(self) -> bool:
-        """Whether the rank is in a collective, and waits for other ranks there."""
+        """Return whether the rank is in a collective, and waits for other ranks there."""
         return self.begun > self.completed
 
 

@@ -1,4 +1,4 @@
-"""Where torch keeps the kernels that it compiles for a run, so that they survive a requeue."""
+"""Directory of the kernels that torch compiles for a run, kept so that they survive a requeue."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def kernel_cache(spec: LaunchSpec) -> Setting:
 
 
 def is_default(folder: str) -> bool:
-    """Whether a value of the variable is torch's default or Forge's on this node, and so no choice of
-    the user: importing torch's compiler sets the variable for all that the process starts."""
+    """Return whether a value of the variable is torch's default or Forge's on this node, and so no choice
+    of the user: importing torch's compiler sets the variable for all that the process starts."""
     path = Path(folder)
     in_tmp = str(path.parent) in ("/tmp", tempfile.gettempdir())
     of_torch = in_tmp and path.name.startswith("torchinductor_")

@@ -65,7 +65,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """Where and until when a launch of the ranks trains. Times are seconds since the epoch."""
+    """Machine, world layout and deadline of a launch of the ranks. Times are seconds since the epoch."""
 
     machine: Machine
     layout: WorldLayout

@@ -177,8 +177,8 @@ def _late(waiting: list[RankRecord]) -> list[RankRecord]:
 
 
 def _waits_on_device(record: RankRecord) -> bool:
-    """Whether its device is in a collective, whatever the host does meanwhile: on a GPU that runs ahead,
-    until the device takes no more work from it."""
+    """Return whether the rank's device is in a collective, whatever the host does meanwhile: on a GPU
+    that runs ahead, until the device takes no more work from it."""
     return any(numbers.started >= 0 and numbers.in_progress for numbers in _collectives(record))
 
 

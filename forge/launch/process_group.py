@@ -63,7 +63,7 @@ class HoldsUpPeers(PeerFailed):
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether the error only means that another rank is lost or does not respond."""
+    """Return whether the error only means that another rank is lost or does not respond."""
     if isinstance(error, PeerFailed | dist.DistError):
         return True
     # Gloo raises plain RuntimeErrors that name their source file.
@@ -113,7 +113,7 @@ def dump_collectives(world: World) -> None:
 
 
 def collectives(world: World) -> tuple[LastCollectives, ...]:
-    """How far this rank has come in each process group."""
+    """Last collectives of this rank in each process group."""
     from forge.launch.torch_private import collective_numbers
 
     kinds = ("enqueued", "started", "completed")
@@ -197,7 +197,7 @@ class World:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether collectives on the device return before they are done: not with Gloo."""
+        """Return whether collectives on the device return before they are done: not with Gloo."""
         return self.backend != "gloo"
 
     def on_device(self, values: Sequence[float]) -> torch.Tensor:

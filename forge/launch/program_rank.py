@@ -303,8 +303,8 @@ class _Watch:
         return (heartbeat.timeout_sec if heartbeat else 0.0) + VICTIM_SEC
 
     def _waits_for_another(self, step: int | None) -> bool:
-        """Whether another rank is behind this one: this one waits in a collective for it, and the other
-        one is to be named."""
+        """Return whether another rank is behind this one: this one waits in a collective for it, and the
+        other one is to be named."""
         program, paths = self.task.program, self.paths
         ranks = range(self.rank.world_size)
         steps = [read_step(heartbeat_file(program, paths, rank)) for rank in ranks]

@@ -245,7 +245,7 @@ Result = Annotated[ProbeResult | ReplayResult | LossesResult, Field(discriminato
 
 @dataclass(frozen=True)
 class RankRecord:
-    """How one rank ended, or all of them. Exit codes are derived from it."""
+    """Record of how one rank ended, or all of them. Exit codes are derived from it."""
 
     status: Literal["completed", "stopped", "failed", "lost"]
     rank: int = 0
@@ -273,7 +273,7 @@ class RankRecord:
 
     @property
     def all_exited_with_0(self) -> bool:
-        """Whether each rank of another program exited with 0, whether asked to stop or not."""
+        """Return whether each rank of another program exited with 0, whether asked to stop or not."""
         return self.status in ("completed", "stopped") and self.exit_status == 0
 
     def write(self, spec: LaunchSpec) -> None:

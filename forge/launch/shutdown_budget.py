@@ -93,7 +93,7 @@ class ShutdownBudget:
         return (self.evaluation_sec + steps + saves) * MARGIN + MARGIN_SEC
 
     def is_due(self) -> bool:
-        """Whether training must stop now in order to end before the deadline."""
+        """Return whether training must stop now in order to end before the deadline."""
         if self.deadline is None or time.time() + self.needed < self.deadline:
             return False
         # The job's time limit may have been extended.

@@ -70,9 +70,9 @@ def dump_memory(path: Path) -> bool:
 
 
 def scales_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's step divides gradients by its attribute `grad_scale`, and leaves weights and
-    state as they are where `found_inf` is not 0; all others ignore both. torch.amp.GradScaler asks the
-    same."""
+    """Return whether an optimizer's step divides gradients by its attribute `grad_scale`, and leaves
+    weights and state as they are where `found_inf` is not 0; all others ignore both. torch.amp.GradScaler
+    asks the same."""
     # Fused SGD of torch 2.13 reads memory that was never written where its first update was left out.
     reads_both = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
     return reads_both and not isinstance(optimizer, torch.optim.SGD)

@@ -64,7 +64,7 @@ class Association:
         return [name for name in names or [""] if not name or partition.accepts_qos(name)]
 
     def opens(self, partition: Partition) -> bool:
-        """Whether its jobs may run there."""
+        """Return whether jobs of this account may run in the partition."""
         is_meant = self.partition in ("", partition.name)
         return is_meant and partition.accepts(self.account) and bool(self.qos_in(partition))
 

@@ -122,7 +122,7 @@ class JobWatch:
             self._cancel_by_name(again=bool(trouble))
 
     def _has_jobs(self) -> bool:
-        """Whether jobs of this command are in the queue; also true when Slurm does not respond."""
+        """Return whether jobs of this command are in the queue; also true when Slurm does not respond."""
         try:
             listed = jobs.read_queue(
                 [os.getuid()], name=self._executor.run_uuid, patience_sec=0, timeout_sec=SQUEUE_SEC
@@ -190,8 +190,8 @@ class JobWatch:
             await asyncio.sleep(0.1)
 
     def _is_about_to_end(self, info: Any) -> bool:
-        """Whether its outputs are there. A rule of a user may have written them long before its end: true
-        for QUICK_CHECKS times."""
+        """Return whether the outputs of the job are there. A rule of a user may have written them long
+        before its end: true for QUICK_CHECKS times."""
         quick = self._quick.get(info.external_jobid, 0)
         if quick == QUICK_CHECKS or not self._left_outputs(info.job):
             return False
@@ -238,7 +238,8 @@ class JobWatch:
         return {job.id: job for job in listed}
 
     def _while_slurm_is_silent(self, info: Any) -> bool:
-        """Whether to keep waiting for this job while Slurm does not respond; else report it as failed."""
+        """Return whether to keep waiting for this job while Slurm does not respond; else report it as
+        failed."""
         if time.monotonic() - (self._silent_since or time.monotonic()) < SILENCE_SEC:
             return True
         self._fail(
@@ -250,7 +251,8 @@ class JobWatch:
         return False
 
     def _lives(self, info: Any, job: QueuedJob | None) -> bool:
-        """Whether the job has not ended; if it has, report it. job: None where squeue lists none."""
+        """Return whether the job has not ended; if it has, report it. job: None where squeue lists
+        none."""
         if job is None:
             return self._not_in_queue(info)
         self._unlisted.pop(job.id, None)
@@ -298,8 +300,8 @@ class JobWatch:
             self._tell(queued.id, "first node lost", what)
 
     def _not_in_queue(self, info: Any) -> bool:
-        """As `_lives`, for a job that Slurm has forgotten (MinJobAge after its end): judged by its
-        outputs, which it writes last, then by accounting; without either it failed."""
+        """Do what `_lives` does for a job that Slurm has forgotten (MinJobAge after its end): judged by
+        its outputs, which it writes last, then by accounting; without either it failed."""
         since = self._unlisted.setdefault(info.external_jobid, time.monotonic())
         if self._left_outputs(info.job):
             self._executor.report_job_success(info)
@@ -325,8 +327,8 @@ class JobWatch:
         return False
 
     def _left_outputs(self, job: Any) -> bool:
-        """Whether all outputs exist and have been written since the job was submitted. Those after the
-        first that was not are not looked at: a rule may have thousands."""
+        """Return whether all outputs exist and have been written since the job was submitted. Those after
+        the first that was not are not looked at: a rule may have thousands."""
         before = self._before.get(id(job))
         if not before:  # no outputs, or submitted by an array, which does not pass run_job
             return False
@@ -361,8 +363,8 @@ class JobWatch:
         return True
 
     def _did_all(self, info: Any) -> bool:
-        """Whether a job that Slurm has ended had done everything before: one that is out of time or
-        preempted may do that in the seconds that it is left. Slurm 24.11 also calls PREEMPTED what
+        """Return whether a job that Slurm has ended had done everything before: one that is out of time
+        or preempted may do that in the seconds that it is left. Slurm 24.11 also calls PREEMPTED what
         completes after it was preempted once and requeued by Forge, in a partition that cancels.
 
         Forge's rules write their outputs last. Of a rule of the user the exit status of the batch step
@@ -452,7 +454,8 @@ def _absent(job: Any) -> list[object]:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether the file exists. Listing its directory refreshes the cache of a network file system."""
+    """Return whether the file exists. Listing its directory refreshes the cache of a network file
+    system."""
     return path.parent.is_dir() and path in path.parent.iterdir()
 
 

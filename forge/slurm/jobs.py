@@ -22,15 +22,15 @@ FORMAT = "%i|%T|%r|%N|%B|%V|%S|%k|%Z"  # man squeue
 
 
 def is_allocation(rules: Iterable[str]) -> bool:
-    """Whether a job of these rules is that of a run: its allocation, in which rules start ranks."""
+    """Return whether a job of these rules is the allocation of a run, in which rules start ranks."""
     names = set(rules)
     return TRAIN_RULE in names or (bool(names) and names <= set(ALLOCATION_RULES))
 
 
 def runs_in_batch_step(rules: Iterable[str], in_arrays: Collection[str]) -> bool:
-    """Whether the Snakemake of a job's batch script runs these rules itself. Rules of a user need the
-    second one that `slurm-jobstep` starts, for a part of what the job has, and start 2 s later; the tasks
-    of an array need it, too. in_arrays: rules that are submitted as arrays, or "all"."""
+    """Return whether the Snakemake of a job's batch script runs these rules itself. Rules of a user need
+    the second one that `slurm-jobstep` starts, for a part of what the job has, and start 2 s later; the
+    tasks of an array need it, too. in_arrays: rules that are submitted as arrays, or "all"."""
     names = set(rules)
     if {"all", *names} & set(in_arrays):
         return is_allocation(names)
@@ -56,7 +56,7 @@ class QueuedJob:
 
     @property
     def is_living(self) -> bool:
-        """Whether its processes may still run."""
+        """Return whether processes of the job may still run."""
         return slurm.is_living(self.state)
 
     @property
@@ -65,7 +65,8 @@ class QueuedJob:
 
     @property
     def lacks_its_script(self) -> bool:
-        """Whether it runs without the node of its batch script, which Slurm has taken from it."""
+        """Return whether the job runs without the node of its batch script, which Slurm has taken from
+        it. An salloc job has no batch script: true where it was started on a login node."""
         return self.state in slurm.RUNNING and self.batch_host not in slurm.expand(self.nodes)
 
 

@@ -35,7 +35,8 @@ class Node:
 
     @property
     def is_available(self) -> bool:
-        """Whether a job can start on the node, now or after its jobs. `*` marks an unresponsive node."""
+        """Return whether a job can start on the node, now or after its jobs. `*` marks an unresponsive
+        node."""
         return not self.state.startswith(_UNAVAILABLE) and not self.state.endswith("*")
 
     def num_gpus(self, model: str) -> int:
@@ -68,13 +69,13 @@ class Partition:
     submitting: frozenset[str] = frozenset()  # nodes from which jobs may be submitted; empty: all
 
     def accepts(self, account: str) -> bool:
-        """Whether jobs of this account may run here. Slurm keeps account names in lower case."""
+        """Return whether jobs of this account may run here. Slurm keeps account names in lower case."""
         if self.accounts:
             return account.lower() in self.accounts
         return account.lower() not in self.denied_accounts
 
     def accepts_qos(self, qos: str) -> bool:
-        """Whether jobs of this QOS may run here."""
+        """Return whether jobs of this QOS may run here."""
         return qos in self.allowed_qos if self.allowed_qos else qos not in self.denied_qos
 
 

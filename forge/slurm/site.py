@@ -112,7 +112,8 @@ class SiteAnswers(Record):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """As Record.read; also DataError for a file that lacks an answer that Slurm always gives."""
+        """Read the file, as Record.read; also DataError for a file that lacks an answer that Slurm always
+        gives."""
         site = super().read(path)
         missing = [name for name in _needed_questions() if name not in site.answers]
         if missing:

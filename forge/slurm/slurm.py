@@ -101,12 +101,14 @@ class Job:
 
     @property
     def is_living(self) -> bool:
-        """Whether its processes may still run; also in a state that only a later Slurm has."""
+        """Return whether processes of the job may still run; also in a state that only a later Slurm
+        has."""
         return is_living(self.state)
 
     @property
     def is_running(self) -> bool:
-        """Whether nothing has ended the job: a cancelled one is COMPLETING at once."""
+        """Return whether the job has its nodes and nothing has ended it: a cancelled one is COMPLETING at
+        once."""
         return self.state in RUNNING
 
     @property
@@ -119,7 +121,7 @@ def is_living(state: str) -> bool:
 
 
 def is_here() -> bool:
-    """Whether Slurm's commands are installed on this host."""
+    """Return whether Slurm's commands are installed on this host."""
     return shutil.which("scontrol") is not None
 
 
@@ -155,7 +157,7 @@ def this_cluster() -> str | None:
 
 
 def hides_jobs() -> bool:
-    """Whether users see their own jobs only. Raises SlurmSilent, as `ask`."""
+    """Return whether users see their own jobs only. Raises SlurmSilent, as `ask`."""
     return "jobs" in _setting("PrivateData").split(",")
 
 
@@ -184,8 +186,8 @@ def show_job(
 
 
 def is_over(job: Job) -> bool:
-    """Whether this start of the job has ended, by cancellation, a requeue or otherwise. False while Slurm
-    does not answer: not answered is not over."""
+    """Return whether this start of the job has ended, by cancellation, a requeue or otherwise. False
+    while Slurm does not answer: not answered is not over."""
     return _has_ended(job, _now(job))
 
 
@@ -269,8 +271,8 @@ def this_job() -> Job | None:
 
 
 def own_job() -> Job | None:
-    """As `this_job`, also for a Snakemake that has submitted jobs from within its own, and for rules
-    beside it."""
+    """Job of this process, as `this_job`; also for a Snakemake that has submitted jobs from within its
+    own, and for rules beside it."""
     job_id, restart = slurm_start()
     job = show_job(job_id) if job_id and is_here() else None
     if job and restart is not None and job.restarts > restart:
@@ -283,7 +285,8 @@ def own_job() -> Job | None:
 
 
 def tasks_of_one_array(job_id: str | None) -> bool:
-    """Whether this process and that job are of one job array. False where Slurm cannot tell."""
+    """Return whether this process and that job are two tasks of one job array. False where Slurm cannot
+    tell."""
     try:
         own = own_job() if job_id else None
         other = show_job(job_id) if job_id and own and own.array else None
@@ -293,7 +296,7 @@ def tasks_of_one_array(job_id: str | None) -> bool:
 
 
 def is_superseded() -> bool | None:
-    """Whether a later start of this job runs; None while Slurm does not answer."""
+    """Return whether a later start of this job runs; None while Slurm does not answer."""
     try:
         own_job()
     except Superseded:
@@ -484,7 +487,8 @@ class Patience:
         self._end: float | None = None  # on the monotonic clock
 
     def again(self, trouble: str) -> bool:
-        """Whether to repeat the command, after a pause; False for an error that is not Slurm's own."""
+        """Return whether to repeat the command, after a pause; False for an error that is not Slurm's
+        own."""
         if not is_slurms_own(trouble):
             return False
         if self._end is None:
@@ -499,8 +503,8 @@ class Patience:
 
 
 def run_step(command: Sequence[str], *, timeout_sec: float) -> tuple[str, str]:
-    """As `run`, for srun and sbcast, which are repeated while the error is Slurm's own. timeout_sec: of
-    each try."""
+    """Run srun or sbcast, as `run`, and repeat it while the error is Slurm's own, for PATIENCE_SEC at
+    most. timeout_sec: of each try."""
     patience = Patience()
     while True:
         output, trouble = run(command, timeout_sec=timeout_sec)
@@ -511,8 +515,8 @@ def run_step(command: Sequence[str], *, timeout_sec: float) -> tuple[str, str]:
 
 
 def answers(job_id: str, host: str, timeout_sec: float) -> bool:
-    """Whether this node of the job starts a process within the time. Also true where the trouble is, and
-    stays, Slurm's own, which says nothing about the node."""
+    """Return whether this node of the job starts a process within the time. Also true where the trouble
+    is, and stays, Slurm's own, which says nothing about the node."""
     line = srun(job_id, [host], options=("--overlap", "--gres=none", "--immediate=10"))
     trouble = run_step([*line, "true"], timeout_sec=timeout_sec)[1]
     return not trouble or is_slurms_own(trouble)
@@ -563,8 +567,8 @@ def accounted_state(job_id: str, *, name: str, timeout_sec: float) -> str:
 
 
 def accounted_end(job_id: str, *, timeout_sec: float) -> str:
-    """How accounting says that the job ended, or a step of it (`17.batch`), such as `OUT_OF_MEMORY, exit
-    code 0:125`; "" as above."""
+    """End of the job, or of a step of it (`17.batch`), according to accounting, such as `OUT_OF_MEMORY,
+    exit code 0:125`; "" as above."""
     return _accounted(job_id, "State,ExitCode", timeout_sec).replace("|", ", exit code ")
 
 
@@ -662,13 +666,14 @@ def ask(*command: str, patience_sec: float | None = None, timeout_sec: float = A
 
 
 def is_silence(trouble: str) -> bool:
-    """Whether this error of a command that only asks the controller means that it does not respond."""
+    """Return whether this error of a command that only asks the controller means that it does not
+    respond."""
     return any(sign in trouble for sign in _SILENCE)
 
 
 def is_slurms_own(trouble: str) -> bool:
-    """Whether srun or sbcast failed for a reason that is Slurm's own and passes. What the command itself
-    has printed does not count, nor an error of a node that did not start its task."""
+    """Return whether srun or sbcast failed for a reason that is Slurm's own and passes. What the command
+    itself has printed does not count, nor an error of a node that did not start its task."""
     return any(
         line.startswith(("srun: ", "sbcast: ", "scontrol: "))
         and not re.search(r"on node|launch|\]:\d+\] failed", line)

@@ -86,7 +86,7 @@ class Model(Section):
 
     @property
     def waits_for_shape(self) -> bool:
-        """Whether the shape is still to come, from the weights of `init` (data/model.py)."""
+        """Return whether the shape is still to come, from the weights of `init` (data/model.py)."""
         return self.init is not None and self.vocab_size is None
 
     @property
@@ -202,7 +202,7 @@ class Model(Section):
         return name
 
     def is_transposed_in_hf(self, name: str) -> bool:
-        """Whether the files have the matrix of this parameter transposed."""
+        """Return whether the files have the matrix of this parameter transposed."""
         return False
 
 
