@@ -46,8 +46,8 @@ class Run:
         _write(self._heartbeat, step)
 
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to save and exit. Other ranks may learn of it a step later: all
-        must agree on the step, with a collective of their own."""
+        """Return whether this rank was asked to save and exit. Other ranks may learn of it a step later:
+        all must agree on the step, with a collective of their own."""
         return self._asked
 
     def saved(self, step: int) -> None:

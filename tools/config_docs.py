@@ -166,7 +166,7 @@ def describe_keys(root: type[BaseModel] = Section) -> None:
 
 
 def _subclasses(section: type[BaseModel]) -> Iterator[type[BaseModel]]:
-    """Those of Forge, as they are defined: a section after those that its keys have."""
+    """Subclasses in Forge, in the order of their definition: a section after those that its keys have."""
     for below in section.__subclasses__():
         if below.__module__.startswith("forge."):
             yield below

@@ -92,7 +92,7 @@ def error_of_mask(dtype: torch.dtype, kv_heads: int) -> float:
 
 
 def errors_of_varlen(kv_heads: int) -> list[float]:
-    """Of varlen_attn's output and its three gradients, to fp32 with a mask."""
+    """Errors of varlen_attn's output and its three gradients, compared with fp32 and a mask."""
     from torch.nn.attention.varlen import varlen_attn
 
     q, k, v = (each.detach().requires_grad_() for each in queries_keys_values(kv_heads))
@@ -119,7 +119,7 @@ def errors_of_varlen(kv_heads: int) -> list[float]:
 
 
 def values_of_nvml() -> list[dict[str, Any]]:
-    """What preflight and the monitor read."""
+    """Values that preflight and the monitor read, for each GPU."""
     from forge.hosts.gpus import visible_gpus
 
     names = (

@@ -80,7 +80,7 @@ def kill_rank(run: Path, sizes: dict[str, Any], end: float) -> int | None:
 
 
 def facts(run: Path) -> dict[str, Any]:
-    """What the files of the run say so far."""
+    """Facts that the files of the run have so far."""
     events = json_lines.read(run / "events.jsonl")
     lines = [line for line in json_lines.read(run / "metrics.jsonl") if line["kind"] == "train"]
     later = [line for line in lines if line["step"] > 2 * LOG_EVERY]  # the first wait for kernels

@@ -124,7 +124,7 @@ class Saver:
             optimizer.register_step_pre_hook(lambda *_: self._stager.hold_device())
 
     def is_done(self) -> bool:
-        """Whether this rank's part of a save is written and waits for `finish`."""
+        """Return whether this rank's part of a save is written and waits for `finish`."""
         return self.in_progress is not None and self.in_progress.work.is_done
 
     def finish(self) -> AsyncSave | None:
@@ -153,7 +153,8 @@ class Saver:
         return self.world.wait_for(save.work, f"wait for the save of step {save.step}")
 
     def _has_room(self, state: dict[str, Any]) -> bool:
-        """Whether every rank has memory for a copy. Asked once: the copy's memory is used again."""
+        """Return whether to save from a copy: asynchronous saving is on, and every rank has memory for
+        the copy. Not asked after the first copy, whose memory is used again."""
         if not self.async_save or self._has_copied:
             return self.async_save
         short = self.world.gather([float(not self._has_own_room(state))], "room for a copy")

@@ -73,8 +73,8 @@ class Checkpoint:
 
     @classmethod
     def open_complete(cls, folder: Path) -> Checkpoint:
-        """As `open`; also DataError where a file is missing or truncated, and UnfitError when the disk
-        reports an error. File contents are not read."""
+        """Open a checkpoint as `open` does; also DataError where a file is missing or truncated, and
+        UnfitError when the disk reports an error. File contents are not read."""
         with disk_trouble(folder, "read"):
             checkpoint = cls.open(folder)
             checkpoint.file_list.check_sizes()

@@ -37,7 +37,8 @@ MANIFEST = "forge.json"
 
 
 def is_exported(target: Path, identity: dict[str, Any]) -> bool:
-    """Whether the target is this export, complete. ConfigError where the target is something else."""
+    """Return whether the target is this complete export. ConfigError where the target is something
+    else."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return False
     manifest = read_object_or_empty(target / MANIFEST) if (target / MANIFEST).is_file() else {}

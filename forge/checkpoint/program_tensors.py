@@ -36,7 +36,7 @@ class TensorPart:
     tensor: torch.Tensor
 
     def is_finite(self) -> bool:
-        """Whether every number in it is."""
+        """Return whether every number in this part is finite."""
         # isfinite does not know the types of 8 bits.
         small = self.tensor.dtype.itemsize == 1
         return bool(torch.isfinite(self.tensor.float() if small else self.tensor).all())

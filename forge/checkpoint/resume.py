@@ -89,7 +89,7 @@ def latest(paths: RunPaths) -> directory.Checkpoint | None:
 
 
 def required(paths: RunPaths) -> directory.Checkpoint:
-    """As `latest`; DataError for a run without checkpoints."""
+    """Return the checkpoint of `latest`; DataError for a run without checkpoints."""
     checkpoint = latest(paths)
     if checkpoint is None:
         raise DataError(
@@ -141,7 +141,7 @@ def check_still_there(paths: RunPaths, step: int) -> None:
 
 
 def is_checkpoint(place: Path) -> bool:
-    """Whether a directory is that of a checkpoint, and not of a run."""
+    """Return whether a directory is that of a checkpoint, and not of a run."""
     has_its_name = checkpoint_step(place.resolve().name) is not None
     is_named = (place / MANIFEST).exists() or has_its_name
     return is_named and not RunPaths(place).checkpoints.is_dir()
@@ -166,8 +166,8 @@ def repaired_latest(paths: RunPaths) -> directory.Checkpoint | None:
 
 
 def verified_here(paths: RunPaths) -> directory.Checkpoint | None:
-    """As `repaired_latest`, all digests verified by this process, where other nodes do not see the
-    checkpoints and would have no older one to fall back to."""
+    """Return the checkpoint of `repaired_latest` after this process has verified all digests, where other
+    nodes do not see the checkpoints and would have no older one to fall back to."""
     while (checkpoint := repaired_latest(paths)) is not None:
         damage = list(checkpoint.bad_files())
         if not damage:

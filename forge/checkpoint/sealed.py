@@ -187,7 +187,7 @@ class ProgramCheckpoints:
         return {path.name for path in self.there().values()}
 
     def is_complete(self, path: Path, step: int) -> bool:
-        """Whether all marks of a complete checkpoint are there."""
+        """Return whether all marks of a complete checkpoint are there."""
         folder = path if path.is_dir() else path.parent
         for mark in self.settings.complete if self.settings else ():
             ranks = range(self.world_size) if "{rank}" in mark else range(1)
@@ -239,7 +239,7 @@ class ProgramCheckpoints:
         return ""  # the link is repaired before each launch
 
     def check_still_there(self, step: int) -> None:
-        """As `resume.check_still_there`; `latest` is the program's own."""
+        """Check as `resume.check_still_there` does, with the program's own `latest`."""
         if self.settings is None:
             return
         paths, newest = self.paths, self.latest()

@@ -25,7 +25,7 @@ SEAL_SEC = 3600.0  # the digests of a checkpoint of 1 TiB at 300 MB/s
 
 @dataclass
 class SealProgress:
-    """How far the ranks are. steps: of their heartbeats; running: seconds that each has been running;
+    """Progress of the ranks. steps: of their heartbeats; running: seconds that each has been running;
     saved: step of the last checkpoint that each has written its part of."""
 
     steps: list[int | None]
@@ -34,12 +34,12 @@ class SealProgress:
 
     @property
     def tells_saves(self) -> bool:
-        """Whether the program tells what it has saved, so that nothing else counts."""
+        """Return whether the program reports its saves, so that nothing else counts."""
         return any(step is not None for step in self.saved)
 
     def has_saved(self, step: int) -> bool:
-        """Whether no rank still writes the checkpoint of this step: all have said that they saved it,
-        or, in a program that does not say so, have reported a later step."""
+        """Return whether no rank still writes the checkpoint of this step: all have said that they saved
+        it, or, in a program that does not say so, have reported a later step."""
         if self.tells_saves:
             return all(saved_step is not None and saved_step >= step for saved_step in self.saved)
         return bool(self.steps) and all(
@@ -47,8 +47,8 @@ class SealProgress:
         )
 
     def has_run(self, seconds: float, since: SealProgress) -> bool:
-        """Whether every rank has been running for so long since then. A dead rank has not, so that its
-        part of a checkpoint is never taken for a complete one."""
+        """Return whether every rank has been running for so long since then. A dead rank has not, so that
+        its part of a checkpoint is never taken for a complete one."""
         pairs = zip(self.running, since.running, strict=True)
         return all(
             now is not None and then is not None and now - then >= seconds for now, then in pairs

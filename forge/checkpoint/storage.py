@@ -114,7 +114,7 @@ def _tensors(state: dict[str, Any]) -> Iterator[torch.Tensor]:
 
 
 def is_finite(state: dict[str, Any]) -> bool:
-    """Whether every number that this rank holds is finite; one pass, without a copy.
+    """Return whether every number that this rank holds is finite; one pass, without a copy.
 
     A NaN or infinity shows in the norms, which take two calls for all tensors: with one call for each
     tensor the writer thread would wait for the GIL each time.

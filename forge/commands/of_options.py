@@ -54,7 +54,7 @@ def layout_of(options: argparse.Namespace) -> Any:
 
 
 def fitting_layout_of(options: argparse.Namespace, machine: Any, config: Config) -> Any:
-    """As `layout_of`, or fewer nodes where the job got fewer (slurm.nodes_min)."""
+    """Return the layout of `layout_of`, or of fewer nodes where the job got fewer (slurm.nodes_min)."""
     from forge.hosts.placement import fitting_layout
 
     return fitting_layout(machine, layout_of(options), config)

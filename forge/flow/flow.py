@@ -210,7 +210,7 @@ class Flow:
 
     @property
     def submits(self) -> bool:
-        """Whether the rules of this command become Slurm jobs."""
+        """Return whether the rules of this command become Slurm jobs."""
         return self._profile.submits
 
     def allocation_of(self, wildcards: Any) -> str:

@@ -36,7 +36,7 @@ def targets_of(workflow: Any) -> list[str]:
 
 
 def unknown_targets(workflow: Any, names: Iterable[str]) -> list[str]:
-    """Those of these targets that are no rule, that no rule makes, and that are not there."""
+    """Return the targets that are no rule, that no rule makes, and that do not exist."""
     rules = list(workflow.rules)
     known = {rule.name for rule in rules}
     return [
@@ -151,7 +151,7 @@ def quiet_stops() -> Iterator[None]:
 
 
 def _was_stopped(job: Any, error: BaseException | None) -> bool:
-    """Whether the command of a job ended because somebody asked it to. error: of its rule."""
+    """Return whether the command of a job ended because somebody asked it to. error: of its rule."""
     cause = error and error.__context__
     if not isinstance(cause, subprocess.CalledProcessError):
         return False

@@ -22,8 +22,8 @@ from forge.slurm.jobs import TRAIN_RULE
 
 
 def is_read_again(workflow: Any) -> bool:
-    """Whether this Snakemake has read these rules before: it does so for each `use rule NAME from forge
-    with:` behind `use rule *`."""
+    """Return whether this Snakemake has read these rules before: it does so for each `use rule NAME from
+    forge with:` behind `use rule *`."""
     return hasattr(workflow, "forge_start")
 
 

@@ -71,7 +71,7 @@ class _Search:
             rest = tuple(node for node in rest if node not in gone)
 
     def _ask(self, *groups: Group) -> list[bool]:
-        """Whether each of these disjoint groups works. Tries those whose answer is not known."""
+        """Return whether each of these disjoint groups works. Tries those whose answer is not known."""
         unknown = [group for group in groups if self._known(group) is None]
         if unknown:
             answers = self._works(unknown)
@@ -151,7 +151,7 @@ class _Search:
         return thirds
 
     def _is_cleared(self, node: str) -> bool:
-        """Whether the node is known to work with another node."""
+        """Return whether the node is known to work with another node."""
         return any(node in good and len(good) > 1 for good in self._good)
 
 

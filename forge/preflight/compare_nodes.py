@@ -124,7 +124,7 @@ def _inside(
     python: str,
     is_warm: IsWarm,
 ) -> list[CheckedNode]:
-    """As `inspect`, for nodes on which the container starts, or without one."""
+    """Inspect as `inspect` does, for nodes on which the container starts, or without one."""
     head = placement.hosts[0]
     imports = _wanted_imports(wanted, machine, sec / 2)
     if placement.is_here and placement.container is None:
@@ -356,7 +356,7 @@ def compare(nodes: Sequence[CheckedNode], machine: Machine) -> None:
 
 
 def _same_versions(node: str, facts: NodeFacts, everyone: Sequence[NodeFacts]) -> Check:
-    """Whether Python, packages and Forge's code are those of most nodes (in a tie, of the first)."""
+    """Check that Python, packages and Forge's code are those of most nodes (in a tie, of the first)."""
     other = []
     for name, number in facts.versions.items():
         counts = Counter(each.versions.get(name, "") for each in everyone)

@@ -182,7 +182,7 @@ class Prober:
 
     @property
     def has_time(self) -> bool:
-        """Whether one more trial may start."""
+        """Return whether one more trial may start."""
         return self._end - time.monotonic() >= SHORTEST_TRY_SEC
 
     def reason(self, *hosts: str) -> str:
@@ -195,7 +195,7 @@ class Prober:
         return min(failures)[1] if failures else ""
 
     def _work(self, groups: Sequence[Group], pool: ProcessPoolExecutor) -> list[bool]:
-        """Whether each of these groups works, tried at the same time. Raises NoTimeLeft."""
+        """Return whether each of these groups works, tried at the same time. Raises NoTimeLeft."""
         if not self.has_time:
             raise NoTimeLeft
         left = self._end - time.monotonic()

@@ -79,7 +79,7 @@ class Wanted:
         return f"{name} of machine.yaml" if name in self.variables else f"your exported {name}"
 
     def without(self, name: str) -> str:
-        """What to do so that ranks do not get this variable any more."""
+        """Advice on how to remove this variable from the environment of the ranks."""
         if name in self.variables:
             return f"remove {name} from environment in machine.yaml"
         return f"unset {name}"
@@ -245,7 +245,7 @@ def _data_visible(wanted: Wanted) -> Check:
 
 
 def _program_visible(wanted: Wanted, program: WantedProgram) -> Check:
-    """Whether this node sees the directories of another program, and has the command that starts it."""
+    """Check that this node sees the directories of another program, and has its command."""
     staged, shared, word = program.staged, program.shared, program.command
     gone = ", ".join(staged.unreadable)
     reads = shared if gone else staged  # as the ranks do
@@ -483,7 +483,7 @@ def _ports(wanted: Wanted) -> Check | None:
 
 
 def _rdma(fabric: Fabric) -> Check:
-    """Whether a port is active where the machine asks for RDMA, and has the GID that is asked for."""
+    """Check that a port is active where the machine asks for RDMA, and has the GID that is asked for."""
     ports = network.active_ports()
     if fabric.infiniband == "always" and not network.has_rdma():
         return Check(
@@ -532,7 +532,7 @@ def _gpus(ranks: int) -> Check:
 
 
 def _cuda() -> Check:
-    """Whether torch is a build for CUDA, and this node's driver runs it."""
+    """Check that torch is a build for CUDA, and that this node's driver runs it."""
     driver, cuda = packages.driver_version(), packages.cuda_of_torch()
     fix = "install the build for the CUDA of this driver (docs/new-cluster.md, step 3)"
     if cuda == "cpu":
@@ -569,7 +569,7 @@ _servers: list[_Server] = []  # keeps them open until the process ends
 
 @dataclass(frozen=True)
 class Listener:
-    """Where a node accepts connections of the others."""
+    """Endpoint at which a node accepts connections of the others."""
 
     address: str
     port: int

@@ -152,8 +152,8 @@ def oldest_driver(cuda: str) -> int:
 
 
 def has_own_libcuda() -> bool:
-    """Whether this process loads CUDA's library of the forward compatibility package, which runs with an
-    older driver."""
+    """Return whether this process loads CUDA's library of the forward compatibility package, which runs
+    with an older driver."""
     folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
     return any(folder and Path(folder, "libcuda.so.1").exists() for folder in folders)
 

@@ -239,7 +239,7 @@ def _all_ranks(placement: Placement, layout: WorldLayout) -> WorldLayout:
 
 
 def _limits(machine: Machine, layout: WorldLayout) -> str:
-    """How long a preflight may take, in one line."""
+    """Time limits of a preflight, in one line."""
     sec = isolate.deadline_sec(machine, layout)
     nodes_sec = NODES_SHARE * sec + (container_checks.MOST_SEC if machine.container else 0)
     limits = (nodes_sec, TORCH_SEC, sec, (REPEAT_SHARE + SEARCH_SHARE) * sec)
@@ -407,8 +407,8 @@ def _suspects(paths: RunPaths) -> list[str] | None:
 
 
 def _is_unchanged(earlier: RanksIdentity | None, host: str, facts: NodeFacts) -> bool:
-    """Whether this node passed with these very packages since its kernel has started: ranks have imported
-    torch there."""
+    """Return whether this node passed with these very packages since its kernel has started: ranks have
+    imported torch there."""
     if earlier is None:
         return False
     return (earlier.boots.get(host), earlier.nodes.get(host)) == (facts.boot, facts.versions)
@@ -449,7 +449,7 @@ def _check_unproven(
 
 
 def _is_same_launch(earlier: PreflightResult, findings: Findings) -> bool:
-    """Whether nothing that ranks depend on has changed but the nodes, and all of these are healthy."""
+    """Return whether nothing that ranks depend on has changed but the nodes, which are all healthy."""
     identity = findings.identity
     nodes = {"nodes": identity.nodes, "boots": identity.boots}
     return not findings.left_out and earlier.identity.model_copy(update=nodes) == identity

@@ -55,7 +55,7 @@ def rank_checks(record: RankRecord, layout: WorldLayout, machine: Machine) -> It
 
 
 def _network(ranks: list[ProbedRank]) -> Check:
-    """Whether NCCL uses InfiniBand on every node that has it."""
+    """Check that NCCL uses InfiniBand on every node that has it."""
     chosen = sorted({rank.network for rank in ranks if rank.network})
     message = f"NCCL uses {', '.join(chosen) or 'a network that its log does not name'}"
     by_socket = [

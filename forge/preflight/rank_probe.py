@@ -140,7 +140,8 @@ def network_chosen(log: str) -> str:
 
 
 def _all_reduce(world: World, groups: Groups, watchdog: ProbeWatchdog) -> dict[str, Any]:
-    """Whether the sum is right; latency (median, microseconds) and bus bandwidth (GB/s).
+    """Measure an all-reduce: whether the sum is right, latency (median, microseconds), bus bandwidth
+    (GB/s).
 
     Bus bandwidth as in nccl-tests (doc/PERFORMANCE.md): bytes / seconds * 2 (n - 1) / n.
     """

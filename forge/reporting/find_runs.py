@@ -64,7 +64,7 @@ def _folders(results: Path) -> list[Path]:
 
 
 def _may_be_run(folder: Path) -> bool:
-    """Whether it has a config, or may not be looked into: what reads it then says so."""
+    """Return whether the directory has a config, or may not be read: its reader then says so."""
     try:
         return RunPaths(folder).config.exists()
     except PermissionError:
@@ -72,14 +72,14 @@ def _may_be_run(folder: Path) -> bool:
 
 
 def results_folder() -> Path:
-    """Where config/config.yaml has the runs; results/ without that file, or where it is being edited,
-    which hides no run."""
+    """Directory of the runs by config/config.yaml; results/ without that file, or where it is being
+    edited, which hides no run."""
     return Path(project_folder("results"))
 
 
 def project_folder(key: str) -> str:
-    """Where config/config.yaml has its runs (`results`), or its tokenizers and tokens (`data`); the
-    default without that file, and where it is being edited, which is said."""
+    """Directory that config/config.yaml gives for its runs (`results`), or its tokenizers and tokens
+    (`data`); the default without that file, and where it is being edited, which is said."""
     default = str(Config.model_fields[key].default)
     if not Path(CONFIG).exists():
         return default

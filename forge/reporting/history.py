@@ -74,7 +74,7 @@ class LaunchHistory:
 
     @cached_property
     def ready(self) -> float | None:
-        """When its ranks were ready to train; None if they never were."""
+        """Time at which its ranks were ready to train; None if they never were."""
         if init := self.first(events.Init):
             return init.time
         return next((line.time for line in self.metrics), None)
@@ -108,12 +108,13 @@ class LaunchHistory:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended without the save that a stop or a completion makes."""
+        """Return whether the launch ended as lost or failed, without the save that a stop or a completion
+        makes."""
         return isinstance(self.ending, events.Lost | events.Failed)
 
     @property
     def outcome(self) -> str:
-        """How the launch ended, in the words of `run_state.ending`."""
+        """Ending of the launch, in the words of `run_state.ending`."""
         if self.ending:
             return ": ".join(filter(None, ending(self.ending)))
         return "no end recorded: it still runs or was killed" if self.is_last else "cut off"
@@ -202,7 +203,8 @@ def _phases(log: list[Event], launches: list[LaunchHistory]) -> list[Phase]:
 
 
 def _span(event: events.Timed) -> Phase:
-    """When training waited for a save; the rest of it is written while training continues."""
+    """Phase that this event took; of a save only the stall, since the rest is written while training
+    continues."""
     start = event.time - event.seconds
     stall = event.stall if isinstance(event, events.Save) else event.seconds
     return Phase(type(event).__name__.lower(), start, start + stall)
@@ -223,7 +225,7 @@ def _inside(launch: LaunchHistory) -> list[Phase]:
 
 
 def _recomputed_from(launch: LaunchHistory, kept_step: float) -> float:
-    """When the launch passed the last step that anything was built on; inf when all was of use.
+    """Time at which the launch passed the last step that anything was built on; inf when all was of use.
 
     The last line up to that step tells it: its save, or a metrics line shortly before.
     """

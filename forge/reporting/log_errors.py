@@ -215,7 +215,7 @@ class Group:
 
     @property
     def title(self) -> str:
-        """Where the error occurred: `rank 3 (and 63 more) on node02`. Ranks, if any rank had it."""
+        """Place of the error: `rank 3 (and 63 more) on node02`. Ranks, if any rank had it."""
         had = [error for error in self.all if error.who.startswith("rank ")] or list(self.all)
         others = len({error.who for error in had}) - 1
         more = f" (and {others} more)" if others else ""

@@ -65,7 +65,7 @@ class LaunchLogs:
 
     @cached_property
     def began(self) -> float:
-        """When its first rank began; about when, if no line of that rank's log has the time."""
+        """Time at which its first rank began; approximate if no line of that rank's log has the time."""
         times, _ = dated(first_lines(self.logs[0].path, HEAD_BYTES))
         return next(filter(None, times), min(log.written for log in self.logs))
 

@@ -106,7 +106,7 @@ class RunState:
 
     @property
     def tone(self) -> Tone:
-        """Whether the state is good news, bad news, work under way, or open."""
+        """Tone of the state: good news, bad news, work under way, or open."""
         return _TONES.get(self.state, "open")
 
     @property
@@ -204,7 +204,7 @@ def _judged(files: RunFiles, job: QueuedJob | None, queue: Queue) -> _Judgement:
 
 
 def _slurm_says(files: RunFiles, queue: Queue) -> str:
-    """How the last job ended, from Slurm's accounting: more than files tell of a job that was killed."""
+    """End of the last job, from Slurm's accounting: more than files tell of a job that was killed."""
     if queue is None or not files.job_ids:
         return ""
     (job,) = files.job_ids
@@ -213,7 +213,7 @@ def _slurm_says(files: RunFiles, queue: Queue) -> str:
 
 
 def _holder(files: RunFiles, job: QueuedJob | None, queue: Queue) -> str:
-    """How the process that holds the lock is: alive, gone, unknown; none where nobody holds it."""
+    """State of the process that holds the lock: alive, gone, unknown; none where nobody holds it."""
     if files.lock is None:
         return "none"
     life = files.lock.process.life()
@@ -223,7 +223,8 @@ def _holder(files: RunFiles, job: QueuedJob | None, queue: Queue) -> str:
 
 
 def _is_of_this_cluster(lock: Lock) -> bool:
-    """Whether the lock is that of a job in this Slurm's queue, where another one may have the same id."""
+    """Return whether the lock is that of a job in this Slurm's queue, where another one may have the same
+    id."""
     with suppress(slurm.SlurmSilent):
         name = lock.cluster and slurm.cluster_name(patience_sec=0, timeout_sec=ASK_SEC)
         return name is not None and name == lock.cluster
@@ -539,7 +540,7 @@ def _logs(files: RunFiles) -> list[Path]:
 
 
 def _logs_of_data(files: RunFiles) -> list[Path]:
-    """Where logs of the subcommands may be that make what this run reads, shared with other runs."""
+    """Paths that logs may have of the subcommands that make this run's data, shared with other runs."""
     data, ids = data_folder(files), ids_of(files.config)
     if data is None:
         return []

@@ -141,8 +141,8 @@ def summarize(paths: RunPaths) -> Summary:
 
 
 def _end(files: RunFiles, expected: Expected | None) -> str:
-    """When the run reaches its goal at the speed of this launch, interrupted as expected; "" where
-    nothing is known of that."""
+    """Time at which the run reaches its goal at the speed of this launch, with the expected
+    interruptions; "" where nothing is known of that."""
     if not (files.rate and files.goal and files.step is not None and expected and expected.ettr):
         return ""
     seconds = (files.goal - files.step) / files.rate / expected.ettr_without_stalls

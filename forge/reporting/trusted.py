@@ -1,4 +1,4 @@
-"""Which config is trusted for a run whose directory a user names: the project's config of that run.
+"""Trusted config of a run whose directory a user names: the project's config of that run.
 
 The files in that directory may come from somebody else. Commands, modules, addresses and paths are taken
 from config/config.yaml and the sample sheet of the project in the current directory, or from the file
@@ -70,8 +70,8 @@ def run_of(place: RunPaths) -> RunPaths:
 
 
 def is_of_program(run: RunPaths) -> bool:
-    """Whether this is a run of another training program. A checkpoint of Forge's own trainer is none,
-    whatever its directory has."""
+    """Return whether this is a run of another training program. A checkpoint of Forge's own trainer is
+    none, whatever its directory has."""
     return not is_checkpoint(run.root) and bool(read_object_or_empty(run.config).get("program"))
 
 

@@ -1,4 +1,4 @@
-"""Which goodput is expected of a run, and when does it end? By the model of core/goodput."""
+"""Forecast of the goodput and the end of a run, by the model of core/goodput."""
 
 from __future__ import annotations
 

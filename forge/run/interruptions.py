@@ -1,4 +1,4 @@
-"""How often are runs interrupted here, and what does it cost? From event logs and Slurm's accounting."""
+"""Rate and cost of the interruptions of runs here, from event logs and Slurm's accounting."""
 
 from __future__ import annotations
 

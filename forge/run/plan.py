@@ -99,7 +99,7 @@ def _half_empty(config: Config, shape: Shape, gpu_gib: float) -> Iterator[str]:
 
 
 def _by_the_clock(train: Train) -> str:
-    """When checkpoints are also saved, beside each checkpoint_every steps."""
+    """Interval by the clock at which checkpoints are saved, beside that of checkpoint_every steps."""
     if train.checkpoint_minutes is None:
         return ""
     if train.checkpoint_minutes == "auto":

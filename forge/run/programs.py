@@ -79,7 +79,7 @@ class TrainingProgram(SavedRun, Protocol):
         as `family.check_parent`."""
 
     def is_complete(self, step: int) -> bool:
-        """Whether the run needs no launch any more, with its checkpoint at this step."""
+        """Return whether the run needs no launch any more, with its checkpoint at this step."""
 
     def warnings(self) -> list[str]:
         """Warnings before the first launch."""

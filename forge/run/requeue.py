@@ -69,7 +69,8 @@ def _requeue_if_preempted(job: slurm.Job, machine: Machine) -> None:
 
 
 def was_cancelled(placement: Placement) -> bool:
-    """Whether Slurm is ending the job: lost ranks were then killed by Slurm, and are not restarted."""
+    """Return whether Slurm is ending the job: lost ranks were then killed by Slurm, and are not
+    restarted."""
     if placement.job is None:
         return False
     try:

@@ -1,4 +1,4 @@
-"""How long a training step takes on GPUs: an estimate from shapes, for `forge plan`.
+"""Estimate of the time of a training step on GPUs, from shapes, for `forge plan`.
 
 Computing takes as long as matrix products at a fixed share of the peak, and passes of all else over
 the GPU's memory, which weigh more in a narrow model. Collectives run beside it; the ranks wait where
@@ -104,7 +104,7 @@ class StepTime:
 
     @property
     def is_slowed_by_network(self) -> bool:
-        """Whether gathering and reducing between nodes takes longer than the backward pass."""
+        """Return whether gathering and reducing between nodes takes longer than the backward pass."""
         return self.between_nodes > self.backward
 
 

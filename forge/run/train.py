@@ -255,7 +255,7 @@ def _on_fewer_nodes(layout: WorldLayout, whole: WorldLayout) -> str:
 
 
 def _waits_for_disk(record: RankRecord, job: slurm.Job | None, attempt: int) -> bool:
-    """Whether the ranks ended because of a full disk and start again in the allocation, after a pause.
+    """Wait if the ranks ended because of a full disk; return whether they start again in the allocation.
     Others often free a shared disk within a minute, and the next allocation may come after days."""
     if record.cause != DiskFull.__name__ or job is None or attempt == len(DISK_WAIT_SEC):
         return False

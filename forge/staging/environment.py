@@ -181,7 +181,7 @@ def _blind_nodes(
 
 
 def _states(program: Program | None, placement: Placement) -> dict[str, dict[str, str]]:
-    """Whether a node sees a part of the project, `ok` or `missing`, by node and part."""
+    """Visibility of each part of the project on each node, `ok` or `missing`, by node and part."""
     of_source = str(_any_file(program.folder)) if program else ""
     files = [forge.__file__, sys.executable, of_source]
     answers = _on_each(placement, SEES, files, ASK_SEC, "looking for the project")

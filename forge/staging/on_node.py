@@ -89,7 +89,7 @@ def set_folder(root: Path, digest: str, job: str | None) -> Path:
 
 
 def is_complete(kind: Kind, folder: Path, digest: str) -> bool:
-    """Whether the directory has this set with valid digests. Raises DataError where it is corrupt.
+    """Return whether the directory has this set with valid digests. Raises DataError where it is corrupt.
 
     Files that have not changed since their digests were verified in the same boot are not read again:
     the kernel sets ctime at every change. Ranks verify their shards once more when they start.
@@ -132,8 +132,8 @@ def _state(files: FileSet) -> dict[str, Any]:
 def shared_verdict(
     kind: Kind, shared: Path, digest: str, root: Path, mode: str, *, goes_away: bool
 ) -> tuple[bool, str]:
-    """Whether to read the set in place from the shared file system, and why. goes_away: whether a copy
-    would be removed with a job, or shall stay."""
+    """Decide whether to read the set in place from the shared file system, and why. goes_away: whether a
+    copy would be removed with a job, or shall stay."""
     if mode == "always":
         return False, "stage.mode is always"
     try:
@@ -294,7 +294,7 @@ def _alone(folder: Path, wait_sec: float) -> Iterator[None]:
 
 
 def _is_locked(lock: IO[str]) -> bool:
-    """Whether this process has got the lock of the file."""
+    """Try to take the lock of the file, and return whether this process has got it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -409,7 +409,7 @@ def finish(*, kind: Kind, temporary: str, folder: str, digest: str) -> None:
 
 
 def _came_meanwhile(kind: Kind, target: Path, digest: str) -> bool:
-    """Whether another run has staged this set since this run began."""
+    """Return whether another run has staged this set since this run began."""
     try:
         return is_complete(kind, target, digest)
     except DataError:

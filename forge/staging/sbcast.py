@@ -40,7 +40,7 @@ COMPRESS_PROGRAMS_BELOW = 4000
 
 
 def is_slower(links_mbit: Iterable[int], limit: int) -> bool:
-    """Whether any link of a known speed is below the limit."""
+    """Return whether any link of a known speed is below the limit."""
     return any(0 < speed < limit for speed in links_mbit)
 
 

@@ -67,7 +67,7 @@ def stage(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> Path
 
 
 def _fewest_nodes(machine: Machine, layout: WorldLayout) -> int:
-    """How many nodes must be left. With slurm.shrink more than half, as in preflight."""
+    """Number of nodes that must be left. With slurm.shrink more than half, as in preflight."""
     if not machine.slurm.shrink:
         return layout.nodes
     return max(fewest_nodes(machine, layout), layout.nodes // 2 + 1)

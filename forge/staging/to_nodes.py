@@ -81,7 +81,7 @@ class ThisHost:
         each: Mapping[str, Mapping[str, Any]] | None = None,
         **arguments: Any,
     ) -> dict[str, T | NodeFailure]:
-        """As `NodePool.ask`, but without the timeout, and DataError is raised."""
+        """Ask as `NodePool.ask` does, but without the timeout, and DataError is raised."""
         wanted = self.placement.hosts if hosts is None else hosts
         answers: dict[str, T | NodeFailure] = {}
         for host in wanted:
@@ -398,7 +398,7 @@ def _with_free(
 
 
 def _may_run(job_id: str) -> bool:
-    """Whether this job is in the queue; true when Slurm does not answer."""
+    """Return whether this job is in the queue; true when Slurm does not answer."""
     try:
         job = slurm.show_job(job_id)
     except UnfitError:

@@ -96,7 +96,8 @@ NAMES = ("loss", "gradient norm")
 
 
 class Verdict:
-    """Whether a step is a spike. `is_spike` is on the device, and false where a number is not finite."""
+    """Verdict on a step, a spike or not. `is_spike` is on the device, and false where a number is not
+    finite."""
 
     def __init__(self, is_spike: torch.Tensor, numbers: torch.Tensor, factor: float) -> None:
         """numbers: value, mean, standard deviation and limit of each of NAMES, fp32 [4, 2]."""
@@ -140,7 +141,7 @@ class SpikeRule:
         return cls(settings, device, manifest.spike_window if manifest else None)
 
     def judge(self, table: torch.Tensor) -> Verdict:
-        """Whether a step is a spike; if it is not, and all is finite, its numbers enter the window.
+        """Judge whether a step is a spike; if it is not, and all is finite, its numbers enter the window.
 
         table: loss and gradient norm of each rank, fp32 [W, 2]. In fp64 a mean of fp32 numbers is
         nearly exact, and what is compared is rounded to fp32: no rank decides differently because its

@@ -88,8 +88,8 @@ def _copied(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def has_varlen(model: Model, device: torch.device, precision: str) -> bool:
-    """Whether varlen_attn computes the attention of a model: in bf16, on a GPU that FlashAttention has
-    kernels for. Elsewhere a mask is used."""
+    """Return whether varlen_attn computes the attention of a model: in bf16, on a GPU that FlashAttention
+    has kernels for. Elsewhere a mask is used."""
     if device.type != "cuda" or precision != "bf16":
         return False
     from torch.nn.attention.varlen import varlen_attn  # takes a second
@@ -106,7 +106,8 @@ def has_varlen(model: Model, device: torch.device, precision: str) -> bool:
 
 @torch.compiler.assume_constant_result
 def _shares_heads() -> bool:
-    """Whether varlen_attn takes fewer heads of keys and values than of queries; torch 2.11 does not."""
+    """Return whether varlen_attn takes fewer heads of keys and values than of queries; torch 2.11 does
+    not."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

@@ -121,13 +121,13 @@ class Trainer:
         return self._end(agreed.stop_cause)
 
     def _is_due(self, every: int, step: int | None = None) -> bool:
-        """Whether an action that is done every `every` steps, and after the last step, is due after
-        `step` steps; by default now."""
+        """Return whether an action that is done every `every` steps, and after the last step, is due
+        after `step` steps; by default now."""
         step = self.step if step is None else step
         return step % every == 0 or step == self.settings.max_steps
 
     def _checkpoint_is_due(self, agreed: Agreement) -> bool:
-        """Whether to save now, by steps or time. Not after the last step, which is saved after the
+        """Return whether to save now, by steps or time. Not after the last step, which is saved after the
         loop."""
         by_steps = self.step % self.settings.checkpoint_every == 0
         return self.step < self.settings.max_steps and (by_steps or agreed.checkpoint_overdue)

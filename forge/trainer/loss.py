@@ -18,8 +18,8 @@ LOGITS_BYTES_GPU = 2**29
 
 
 def worth_compiling(device: torch.device) -> bool:
-    """Whether linear_cross_entropy should be compiled: on a GPU, where passes over the logits take as
-    long as the products. A CPU spends its time in products."""
+    """Return whether linear_cross_entropy should be compiled: on a GPU, where passes over the logits take
+    as long as the products. A CPU spends its time in products."""
     return device.type == "cuda"
 
 

@@ -159,7 +159,7 @@ def read(path: Path) -> list[TrainLine | EvalLine | StepLine]:
 
 
 def read_last(path: Path, num_bytes: int) -> list[TrainLine | EvalLine | StepLine]:
-    """As `read`, of the lines in the last `num_bytes` of the file."""
+    """Read the lines in the last `num_bytes` of the file, as `read` does."""
     return parse(last_lines(path, num_bytes)[0])
 
 

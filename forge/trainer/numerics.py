@@ -107,7 +107,7 @@ def use_fast_fp32() -> bool:
 
 
 def has_fast_fp32() -> bool:
-    """Whether `use_fast_fp32` has switched this process to oneDNN."""
+    """Return whether `use_fast_fp32` has switched this process to oneDNN."""
     return torch.backends.mkldnn.matmul.fp32_precision == "bf16"  # type: ignore[attr-defined]
 
 

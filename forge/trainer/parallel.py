@@ -76,7 +76,7 @@ class ParallelModel:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `wrap` has compiled the blocks."""
+        """Return whether `wrap` has compiled the blocks."""
         return not self.why_not_compiled
 
     def wrap(self, why_not_compiled: str | None = None) -> None:
@@ -121,7 +121,7 @@ class ParallelModel:
         return inputs, targets
 
     def _wants_compile(self) -> bool:
-        """Whether train.compile asks for it."""
+        """Return whether train.compile asks for it; if it is not set, whether the device is a GPU."""
         wanted = self.settings.compile
         return self.world.device.type == "cuda" if wanted is None else wanted
 

@@ -1,4 +1,4 @@
-"""When is the next checkpoint due by the clock (train.checkpoint_minutes)? Rank 0 asks for all ranks."""
+"""Clock for the next checkpoint due by time (train.checkpoint_minutes). Rank 0 asks for all ranks."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def recompute_activations(decoder: Decoder, how: Recompute) -> None:
 def _recompute_policy(
     narrow: int, _: Any, operator: Any, *args: Any, **__: Any
 ) -> CheckpointPolicy:
-    """Whether the output of an operator is kept."""
+    """Policy for the output of an operator: kept for attention and narrow products, else recomputed."""
     is_attention = any(name in str(operator) for name in ("scaled_dot_product", "varlen_attn"))
     is_product = operator in (
         torch.ops.aten.mm.default,
@@ -132,7 +132,7 @@ def _recompute_policy(
 
 
 def replicates(world: World, precision: str) -> bool:
-    """Whether FSDP2 keeps the copies of a model alike that is not sharded; else DDP and autocast do.
+    """Return whether FSDP2 keeps the copies of an unsharded model alike; else DDP and autocast do.
 
     In bf16 on GPUs: the weights are cast once, for forward and backward, and activations between
     blocks are bf16, which autocast leaves in fp32. In fp32 FSDP2 would keep a second copy of the

@@ -119,8 +119,8 @@ class RunChecks(Protocol):
 
     @property
     def is_of_config(self) -> bool:
-        """Whether the config of the run is given. Else the user has named a directory, in which nothing
-        is written unasked."""
+        """Return whether the config of the run is given. Else the user has named a directory, in which
+        nothing is written unasked."""
 
     def of(self, folder: Path, goal: Trained | None) -> Checks:
         """Checks of any checkpoint of the run. goal: trained.json, where it is of this checkpoint. Raises
@@ -209,7 +209,8 @@ class CheckpointChecks(Checks):
         self.model: ModelChecks | None = None
 
     def _are_due(self, *depths: str) -> bool:
-        """Whether the next group is run: at these values of validate.depth, where nothing has failed."""
+        """Return whether the next group is run: at these values of validate.depth, where nothing has
+        failed."""
         return self.config.validation.depth in depths and not self.failed
 
     def check_files(self) -> None:

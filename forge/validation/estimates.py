@@ -1,4 +1,4 @@
-"""How much of a checkpoint validation recomputes, and what that costs. No torch."""
+"""Estimates of how much of a checkpoint validation recomputes, and of the cost. No torch."""
 
 from __future__ import annotations
 
@@ -67,5 +67,5 @@ def cpu_seconds(parameters: float, tokens: float, cores: int) -> float:
 
 
 def affordable(parameters: float, tokens: int, cores: int) -> int:
-    """How many forward passes of so many tokens fit into CPU_SEC; at least 1."""
+    """Number of forward passes of so many tokens that fit into CPU_SEC; at least 1."""
     return max(1, int(CPU_SEC / cpu_seconds(parameters, tokens, cores)))

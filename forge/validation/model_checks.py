@@ -230,8 +230,8 @@ class ModelChecks:
         )
 
     def _at_most(self, wanted: int, num_samples: int) -> int:
-        """How many forward passes of so many samples this CPU makes: of a model that GPUs trained, as
-        many as take minutes."""
+        """Number of forward passes of so many samples: `wanted`, but for a model that GPUs trained at
+        most as many as this CPU makes in minutes."""
         if self._manifest.lineage.numerics.device == "cpu":
             return wanted
         parameters = self._config.model.num_parameters(self._data.shards.vocab_size)

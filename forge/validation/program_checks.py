@@ -135,7 +135,7 @@ def _dcp_tensors(latest: SealedCheckpoint) -> Check | None:
 
 
 def _all_finite(folders: Sequence[Path]) -> Check:
-    """Whether all floating-point tensors in these directories of torch.distributed.checkpoint are
+    """Check that all floating-point tensors in these directories of torch.distributed.checkpoint are
     finite."""
     from forge.checkpoint.pickled_index import UnknownIndexError
     from forge.checkpoint.program_tensors import floating_parts

@@ -233,8 +233,8 @@ def _not_done(reason: str) -> Check:
 
 
 def _is_repeatable(checkpoint: directory.Checkpoint, recorded: Recorded) -> bool:
-    """Whether the replay computes the same sums. Another launch may have had another micro-batch size, a
-    GPU adds in any order, and all ranks of the replay are on one node."""
+    """Return whether the replay computes the same sums. Another launch may have had another micro-batch
+    size, a GPU adds in any order, and all ranks of the replay are on one node."""
     lineage = checkpoint.manifest.lineage
     on_cpu, shard = lineage.numerics.device == "cpu", lineage.config.train.shard
     is_eager = bool(checkpoint.manifest.why_not_compiled)
@@ -242,7 +242,7 @@ def _is_repeatable(checkpoint: directory.Checkpoint, recorded: Recorded) -> bool
 
 
 def _dropout_differs(checkpoint: directory.Checkpoint, is_same: bool) -> bool:
-    """Whether dropout may draw other masks than in training, which no tolerance covers."""
+    """Return whether dropout may draw other masks than in training, which no tolerance covers."""
     return not is_same and checkpoint.manifest.lineage.config.model.dropout > 0
 
 

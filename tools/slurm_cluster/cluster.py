@@ -29,7 +29,7 @@ DAEMONS = {"slurmdbd": ("sacctmgr", "-n", "list", "user"), "slurmctld": ("scontr
 
 
 def base_folder() -> Path:
-    """Where clusters keep their state, FORGE_SLURM_DIR or /var/tmp/forge-slurm. Raises as own_folder."""
+    """Directory of the clusters' state, FORGE_SLURM_DIR or /var/tmp/forge-slurm. Raises as own_folder."""
     return own_folder(Path(os.environ.get("FORGE_SLURM_DIR") or "/var/tmp/forge-slurm").absolute())
 
 
@@ -121,11 +121,11 @@ class Cluster(BreakableMachines):
         return [dict(zip(keys, line.split("|"), strict=True)) for line in lines]
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What `scontrol show job` says, such as JobState, Restarts, NodeList, RunTime."""
+        """Fields of `scontrol show job`, such as JobState, Restarts, NodeList, RunTime."""
         return fields(self.run("scontrol", "show", "job", job_id).stdout)
 
     def node(self, name: str) -> dict[str, str]:
-        """What `scontrol show node` says, such as State and Reason."""
+        """Fields of `scontrol show node`, such as State and Reason."""
         return fields(self.run("scontrol", "show", "node", name).stdout)
 
     def wait_for_state(self, job_id: str, states: str, timeout: float = 60) -> dict[str, str]:

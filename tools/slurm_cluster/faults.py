@@ -1,4 +1,4 @@
-"""What can break on a single machine, and its opposite. A reboot undoes everything as well."""
+"""Faults of a single machine, and how to undo them. A reboot undoes everything as well."""
 
 from __future__ import annotations
 

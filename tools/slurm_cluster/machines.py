@@ -83,7 +83,7 @@ class Machines:
     # ------------------------------------------------------------------ power
 
     def is_up(self) -> bool:
-        """Whether the rack runs; single machines may have no power."""
+        """Return whether the rack runs; single machines may have no power."""
         return self._pid(RACK) is not None
 
     def start_rack(self) -> None:
@@ -164,7 +164,7 @@ class Machines:
         self._in_rack("ip", "link", "set", port, "up")
 
     def _shared_paths(self) -> list[str]:
-        """What stays visible although it lies below a folder that each machine has for itself: this
+        """Paths that stay visible although they lie below a folder that each machine has for itself: this
         cluster, the project, Forge, and its Python, whose environment may consist of links."""
         of_python = (sys.prefix, sys.base_prefix, Path(sys.prefix, "bin").resolve().parent)
         wanted = {

@@ -9,7 +9,7 @@ import psutil
 
 
 def rank_processes(launches: Path) -> list[psutil.Process]:
-    """Those of all launches whose directories are in `launches` (RunPaths.launches)."""
+    """Processes of the ranks of all launches whose directories are in `launches` (RunPaths.launches)."""
     found = []
     psutil.process_iter.cache_clear()  # a pid may be another process than at the last call
     for process in psutil.process_iter():

@@ -1,5 +1,5 @@
-"""What is in /etc of the test cluster: its nodes, partitions and accounts, and Slurm's configuration with
-the reasons."""
+"""Files in /etc of the test cluster: nodes, partitions, accounts, and Slurm's configuration with
+reasons."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ class PartitionSettings:
 
 
 def default_partitions(grace_sec: int = 5) -> tuple[PartitionSettings, ...]:
-    """Those of the test cluster: `high` takes nodes from `low` (its jobs are requeued), from `lownow`
-    (requeued, without time to end) and from `lowcancel` (cancelled).
+    """Partitions of the test cluster: `high` takes nodes from `low` (its jobs are requeued), from
+    `lownow` (requeued, without time to end) and from `lowcancel` (cancelled).
 
     grace_sec: time between SIGTERM and SIGKILL when a job is preempted.
     """

@@ -161,7 +161,7 @@ def _notes_on_partitions(settings: Settings) -> Iterator[str]:
 
 
 def _tracked(numbers: Mapping[Group, int], gpu_types: Sequence[str]) -> dict[str, str | None]:
-    """What Slurm counts for limits: GPUs, and each type of them."""
+    """Settings of the resources that Slurm counts for limits: GPUs, and each type of them."""
     if not any(group.kind.gpus for group in numbers):
         return {"GresTypes": None, "AccountingStorageTRES": None}
     return {"AccountingStorageTRES": ",".join(["gres/gpu", *(f"gres/gpu:{t}" for t in gpu_types)])}

@@ -1,4 +1,4 @@
-"""Which keys of a site's slurm.conf its twin takes, and in which form.
+"""Keys of a site's slurm.conf that its twin takes, and their forms.
 
 A value is copied only where it matches its pattern whole: it stands in the file of another cluster, and
 slurm.conf has one key after the other in a line.
@@ -114,7 +114,7 @@ _UNMENTIONED = {
 
 
 class LeftOut(defaultdict[str, list[str]]):
-    """What of the site the twin does not have: where, by what."""
+    """Parts of the site that the twin does not have, each with its places."""
 
     def __init__(self) -> None:
         super().__init__(list)

@@ -61,7 +61,7 @@ def _size(node: Node) -> tuple[object, ...]:
 
 
 def _details(site: SiteAnswers, nodes: Mapping[str, Node]) -> dict[tuple[object, ...], Values]:
-    """What `scontrol show node` says of a node of each size."""
+    """Values of `scontrol show node` for a node of each size."""
     shown = (fields(line) for line in site.answer("examples").lines)
     return {_size(nodes[one["NodeName"]]): one for one in shown if one.get("NodeName", "") in nodes}
 
@@ -99,9 +99,9 @@ def _kind(node: Node, details: Values) -> NodeKind:
 
 
 def numbers_of(groups: Sequence[Group]) -> dict[Group, int]:
-    """How many nodes stand for each group: two in each partition, so that a job of two nodes can start
-    there, then one of each kind, then more of those that have fewest. At most NODES_PER_KIND of a kind
-    and MAX_NODES in all: of more kinds than that, those with the fewest nodes are left out."""
+    """Number of nodes that stand for each group: two in each partition, so that a job of two nodes can
+    start there, then one of each kind, then more of those that have fewest. At most NODES_PER_KIND of a
+    kind and MAX_NODES in all: of more kinds than that, those with the fewest nodes are left out."""
     uncovered = {name for group in groups for name in group.partitions}
     first = []
     while uncovered:

@@ -159,5 +159,5 @@ def write_certificate(path: Path, made: Reproduction, statement: bytes, key: Any
 
 
 def envelope_path(certificate: Path) -> Path:
-    """Where the signature of a certificate is."""
+    """Return the path of the signature of a certificate."""
     return certificate.with_name(verify.envelope_name(certificate.name))

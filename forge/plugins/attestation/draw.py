@@ -1,4 +1,4 @@
-"""Which intervals of a run are trained again, and what is known of them until now."""
+"""Draw of the intervals of a run to retrain, with the results so far."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class Draw:
 
 
 def _machine(request: ReproduceOptions) -> Literal["another", "the same", "unknown"]:
-    """Whether this machine has trained the run, too, as far as the run is here."""
+    """Compare this machine with those that trained the run; unknown without the run's event log."""
     there = (
         events.trained_nodes(RunPaths(request.checkpoints).events) if request.checkpoints else ()
     )

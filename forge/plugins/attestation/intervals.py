@@ -68,7 +68,7 @@ class Coverage(Generic[Saved]):
         return self.last - self.first
 
     def parts_in(self, intervals: Iterable[Interval[Saved]]) -> int:
-        """How many of the parts of the run, from one saved checkpoint to the next, these cover."""
+        """Count the parts of the run, from one saved checkpoint to the next, in these intervals."""
         return sum(
             bisect_right(self.saved, one.last) - bisect_right(self.saved, one.first)
             for one in intervals
@@ -109,9 +109,9 @@ def coverage(
 
 
 def seconds_of(interval: Interval[Any], links: Links) -> float:
-    """How long its steps took in the run: by the launch of the statement that was fastest among those
-    that had some of them, start and evaluations included. 0 without any. A statement that claims more
-    than it took has fewer steps checked, which the certificate says."""
+    """Estimate the time that an interval took in the run: by the launch of the statement that was fastest
+    among those that had some of its steps, start and evaluations included. 0 without any. A statement
+    that claims more than it took has fewer steps checked, which the certificate says."""
     rates = []
     for launch in part(links["launches"], "launches", list):
         begin, end = (part(launch, key, int) for key in ("resumed_from", "last_step"))
@@ -128,8 +128,8 @@ def _seconds(launch: Mapping[str, Any], key: str) -> float:
 
 
 def _names_a_start(links: Links) -> bool:
-    """Whether the config names another run or weights to start from, which a true statement has among its
-    parents, too: what a stranger's config names is not opened."""
+    """Return whether the config names another run or weights to start from, which a true statement has
+    among its parents, too: what a stranger's config names is not opened."""
     if "program" in links:  # which begins from nothing that Forge knows
         return False
     values = stated_values(links)
@@ -167,8 +167,8 @@ def _intervals(
 
 
 def drawn(intervals: Sequence[Interval[Saved]], number: int, seed: int) -> list[Interval[Saved]]:
-    """So many of these, by step: those with the smallest SHA-256 of `SEED FIRST LAST`, so that anybody
-    draws the same ones."""
+    """Draw `number` of these intervals, in order of step: those with the smallest SHA-256 of `SEED FIRST
+    LAST`, so that anybody draws the same ones."""
 
     def place(one: Interval[Saved]) -> str:
         return hashlib.sha256(f"{seed} {one.first} {one.last}".encode()).hexdigest()

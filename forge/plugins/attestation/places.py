@@ -16,5 +16,5 @@ def certificate_at(paths: RunPaths, step: int) -> Path:
 
 
 def result_at(paths: RunPaths, step: int) -> Path:
-    """How that ended, also where there is no certificate."""
+    """Result of retraining up to this checkpoint, also where there is no certificate."""
     return paths.root / CERTIFICATES / f"{checkpoint_name(step)}.result.json"

@@ -1,4 +1,4 @@
-"""How a run of another training program is trained again: by the user's own config of that run.
+"""Recipe that retrains a run of another training program: by the user's own config of that run.
 
 The statement has the program's command, and a statement may be a stranger's: it is only compared with the
 command of the config in the project, or of the one that --config names, and that one is run.

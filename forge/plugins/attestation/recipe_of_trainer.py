@@ -1,4 +1,4 @@
-"""How a run of Forge's own trainer is trained again: by the config of the statement.
+"""Recipe that retrains a run of Forge's own trainer: by the config of the statement.
 
 Of that config training gets numbers, names of choices and content ids: no path, address, command, tracker
 or task. It sees nothing of the project but the tokens.

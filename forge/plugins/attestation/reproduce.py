@@ -60,7 +60,7 @@ def reproduce(request: ReproduceOptions) -> None:
 
 
 def trained_again(request: ReproduceOptions) -> Draw:
-    """As `reproduce`, whatever came out of it."""
+    """Retrain and write as `reproduce` does, but return the draw also where the result is bad."""
     check(request)
     key = _signing_key(request)
     if request.run:
@@ -188,8 +188,8 @@ def _trainer(request: ReproduceOptions, recipe: Recipe[Any], scratch: Path) -> R
 
 
 def _compared_export(draw: Draw, trainer: Retrainer[Any]) -> Literal["same", "other", "unchecked"]:
-    """Whether the files of the export are those of the exported checkpoint, which is at hand, or was made
-    again just now."""
+    """Compare the files of the export with those of the exported checkpoint, which is at hand, or was
+    made again just now; `unchecked` without it."""
     covers, result = draw.covers, draw.results[-1]
     is_made = result.last == covers.last and result.outcome == "bitwise"
     checkpoint = covers.exported or (draw.last if is_made else None)

@@ -51,7 +51,7 @@ class ReproduceOptions:
 
     @property
     def is_drawn(self) -> bool:
-        """Whether the intervals are drawn, by `seed`."""
+        """Return whether the intervals are drawn, by `seed`."""
         return not self.whole and self.checkpoint is None
 
     @property
@@ -61,7 +61,7 @@ class ReproduceOptions:
 
     @property
     def statement_copy(self) -> Path:
-        """Where the statement of a checkpoint is kept, whose export is not."""
+        """Path at which the statement of a checkpoint is kept, whose export is not."""
         name = self.certificate.name.removesuffix(".json")
         return self.certificate.with_name(f"{name}.statement.json")
 

@@ -120,9 +120,9 @@ def _found(texts: str, stated: list[TextFile]) -> dict[str, InputFile]:
 
 
 def _links_to(folder: Path, files: list[TextFile], found: dict[str, InputFile]) -> list[str]:
-    """What `tokenize.inputs` names for these files: links to them, in the order in which they were read,
-    and with their endings, which tell the format. Of equal texts all but one are copies: two
-    links to a file are read once."""
+    """Values of `tokenize.inputs` for these files: links to them, in the order in which they were read,
+    and with their endings, which tell the format. Of equal texts all but one are copies: two links to a
+    file are read once."""
     of_python = [file.name.startswith(STDLIB) for file in files]
     if all(of_python):
         return [STDLIB]

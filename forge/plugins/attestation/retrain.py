@@ -49,7 +49,7 @@ class Recipe(Protocol[Saved]):
 
     @property
     def cwd(self) -> Path | None:
-        """Where training runs; None for a directory of its own."""
+        """Directory in which training runs; None for one of its own."""
 
     # --- what there is to train again ---
 

@@ -1,4 +1,4 @@
-"""How far two checkpoints of another program are apart, by what can be read of them without running code.
+"""Difference between two checkpoints of another program, by what can be read without running code.
 
 Files are compared by digest. Of those that differ the tensors are read in safetensors files, and in
 directories of torch.distributed.checkpoint. Other files, such as pickles, are not read.
@@ -60,8 +60,8 @@ def sealed_difference(
 
 
 def _has_tensors(name: str, checkpoint: SealedCheckpoint) -> bool:
-    """Whether a file has tensors that can be read; of a directory of torch.distributed.checkpoint each
-    file counts, its index too."""
+    """Return whether a file has tensors that can be read; of a directory of torch.distributed.checkpoint
+    each file counts, its index too."""
     file_name = name or checkpoint.folder.name
     indexed = {
         str(Path(one).parent) for one in checkpoint.seal.files if Path(one).name == DCP_INDEX
@@ -75,7 +75,7 @@ def _apart(
     begin: SealedCheckpoint | None,
     names: list[str],
 ) -> float:
-    """As `SealedDifference.weights`, of these files."""
+    """Return the `SealedDifference.weights` of these files."""
     apart = moved = 0.0
     before = _tensors(begin, names) if begin else iter(())
     for one, other in zip_longest(_tensors(made, names), _tensors(stated, names)):

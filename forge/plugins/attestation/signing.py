@@ -138,7 +138,7 @@ def _refuse_others(expected: dict[str, str] | None, listed: dict[str, str]) -> N
 
 
 def _has_signed(export: Path, statement: bytes, fingerprint: str) -> bool:
-    """Whether the envelopes are of this statement and key. `model.sig` is written last."""
+    """Return whether the envelopes are of this statement and key. `model.sig` is written last."""
     if not (export / verify.MODEL_SIGNATURE).exists():
         return False
     try:

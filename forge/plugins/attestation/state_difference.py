@@ -1,4 +1,4 @@
-"""How far two checkpoints of one step are apart: the same bits, or by how much. No torch.
+"""Difference between two checkpoints of one step: the same bits, or its size. No torch.
 
 Tensors are compared by name, wherever their parts are in the files: these depend on the number of ranks
 and of cores.

@@ -170,7 +170,7 @@ class _Control:
             self._end("cancelled", "the jobs of the workflow continue")
 
     def _goes_back(self) -> bool:
-        """Whether Slurm requeues this job, as after a preemption."""
+        """Return whether Slurm requeues this job, as after a preemption."""
         with suppress(slurm.SlurmSilent):
             now = slurm.show_job(self._record.job)
             return bool(

@@ -52,7 +52,8 @@ class ControllerJob:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its own record says so. A job without one may have ended, too."""
+        """Return whether the job's own record says that it has ended. A job without a record may have
+        ended, too."""
         return self.state is not None and self.state.phase != "running"
 
     @property
@@ -71,11 +72,12 @@ class ControllerJob:
         return f"job {self.record.job} ({', '.join(sorted(self.record.check.runs))})"
 
     def listed(self) -> Listed | None:
-        """As `listed`; None without a question where the record says that the job has ended."""
+        """Look the job up as `listed` does; None, without asking Slurm, where the record says that it has
+        ended."""
         return None if self.has_ended else listed(self.record.job)
 
     def has_jobs(self) -> bool:
-        """Whether a job of its Snakemake waits or runs. Raises SlurmSilent."""
+        """Return whether a job of its Snakemake waits or runs. Raises SlurmSilent."""
         return bool(adopt.adoptable(self.jobs_name))
 
 

@@ -1,4 +1,4 @@
-"""What the dry run of `forge submit` answers."""
+"""Answers of the dry run of `forge submit`."""
 
 from __future__ import annotations
 

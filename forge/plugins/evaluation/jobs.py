@@ -56,7 +56,7 @@ class EvaluationJobs:
         )
 
     def submitted(self, checkpoint: Path) -> Path:
-        """Where the job of a checkpoint is written down."""
+        """Return the path of the record of a checkpoint's job."""
         return self.paths.evaluations / f"{checkpoint.name}.job.json"
 
     def due(self) -> list[Path]:

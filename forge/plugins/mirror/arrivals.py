@@ -35,8 +35,8 @@ class RankFiles:
     beats: Collection[str] = ()  # heartbeats with names of the user's
 
     def kind(self, name: str) -> Kind:
-        """How a file of this name arrives: by what was appended, whole, or in pieces; "" for a name that
-        no rank of the node has."""
+        """Return how a file of this name arrives: by what was appended, whole, or in pieces; "" for a
+        name that no rank of the node has."""
         try:
             relative_path(name)
         except ValueError:

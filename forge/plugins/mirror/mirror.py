@@ -39,7 +39,7 @@ TRAINER_PARTS = r"\.writing-step-[0-9]{8,}/__({ranks})_[0-9]+\.distcp"
 
 
 def is_needed(machine: Machine, placement: Placement) -> bool:
-    """Whether ranks of a launch run on nodes that do not see the directory of the run."""
+    """Return whether ranks of a launch run on nodes that do not see the directory of the run."""
     return machine.stage.results == "first_node" and bool(_others(placement).hosts)
 
 

@@ -53,8 +53,9 @@ def read_curves(paths: RunPaths) -> Curves:
 
 
 def read_curves_or_empty(paths: RunPaths) -> Curves:
-    """As `read_curves`, and empty ones where the log cannot be read: for pages on several runs, which
-    one of them must not hide. `run_state.judge` says of that run why its state is unknown."""
+    """Read the curves as `read_curves` does; empty ones where the log cannot be read: for pages on
+    several runs, which one of them must not hide. `run_state.judge` says of that run why its state is
+    unknown."""
     try:
         return read_curves(paths)
     except DataError:

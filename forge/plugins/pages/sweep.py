@@ -31,7 +31,7 @@ class Column:
 
     @property
     def is_number(self) -> bool:
-        """Whether the texts stand at the right."""
+        """Return whether the texts are numbers, which are aligned right."""
         return all(text == NONE or text[:1].isdecimal() or text[:1] == "-" for text in self.texts)
 
 

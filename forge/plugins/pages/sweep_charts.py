@@ -104,7 +104,7 @@ def _against(sweep: Sweep, key: Column) -> SweepChart:
 
 
 def _places(texts: Sequence[str]) -> tuple[dict[str, float], bool]:
-    """Where each value stands on the axis, and whether values are names and no numbers."""
+    """Place of each value on the axis, and whether the values are names and no numbers."""
     try:
         return {text: float(text) for text in texts}, False
     except ValueError:

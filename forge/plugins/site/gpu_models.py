@@ -1,4 +1,4 @@
-"""Which GPU is it? From the names that sites give GPUs and nodes in Slurm."""
+"""Models of GPUs, found from the names that sites give GPUs and nodes in Slurm."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GpuModel:
 
     @property
     def is_planned(self) -> bool:
-        """Whether `forge plan` knows its speed."""
+        """Return whether `forge plan` knows its speed."""
         return bool(self.name) and self.name not in _WITHOUT_SPEED
 
     @property
@@ -61,7 +61,7 @@ _SLICE = re.compile(r"\d+g\.\d+gb|(?<![a-z])mig(?![a-z])")  # 1g.10gb, a100_3g.2
 
 
 def is_slice(kind: str) -> bool:
-    """Whether this type of GPU is a part of one (MIG): NCCL joins no two of them."""
+    """Return whether this type of GPU is a part of one (MIG): NCCL joins no two of them."""
     return bool(_SLICE.search(kind.lower()))
 
 

@@ -244,7 +244,7 @@ def _on_a_gpu(choice: Choice) -> Iterator[str]:
 
 
 def gres(place: Place, gpus: int) -> str:
-    """So many GPUs of a node, with their type where Snakemake's executor takes its name."""
+    """Format GPUs of a node as a gres, with their type where Snakemake's executor takes its name."""
     return f"gpu:{place.kind}:{gpus}" if _is_type(place.kind) else f"gpu:{gpus}"
 
 

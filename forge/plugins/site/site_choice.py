@@ -1,5 +1,5 @@
-"""Where a run trains on a cluster, with how much, and where its other rules run: a choice from Slurm's
-answers.
+"""Choice of the nodes and resources that train a run on a cluster, and of those for its other rules, from
+Slurm's answers.
 
 A pure function of the answers and of what the user has asked for.
 """

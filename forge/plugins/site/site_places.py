@@ -79,7 +79,7 @@ class Place:
 
     @property
     def needs_gpus(self) -> bool:
-        """Whether a QOS refuses jobs without GPUs."""
+        """Return whether a QOS refuses jobs without GPUs."""
         return any(name.startswith("gres/gpu") for limit in self.limits for name in limit.least)
 
     @property
@@ -113,18 +113,18 @@ class Site:
 
     @property
     def has_accounts(self) -> bool:
-        """Whether jobs belong to accounts; also where accounting did not answer."""
+        """Return whether jobs belong to accounts; also where accounting did not answer."""
         kept = self.settings.get("AccountingStorageType", "")
         return bool(self.associations) or "slurmdbd" in kept
 
     def is_open_to_all(self, partition: Partition) -> bool:
-        """Whether the user has no account, and the partition asks for none; also where accounting does
-        not answer, and nobody knows."""
+        """Return whether the user has no account, and the partition asks for none; also where accounting
+        does not answer, and nobody knows."""
         is_unknown = bool(self.answers.answer("associations").error)
         return not self.associations and (is_unknown or not partition.accounts)
 
     def is_open(self, partition: Partition) -> bool:
-        """Whether an account of the user may run jobs there."""
+        """Return whether an account of the user may run jobs there."""
         return self.is_open_to_all(partition) or any(a.opens(partition) for a in self.associations)
 
     def places(self) -> list[Place]:

@@ -94,8 +94,8 @@ class Feed:
             self.is_over.wait(POLL_SEC)
 
     def keep_sending(self, tell: Callable[[str], None]) -> None:
-        """As `send`, again and again after failures of the tracker, until all is sent; the last attempt
-        begins when training is over. The first failure is printed."""
+        """Call `send` until all is sent, again after failures of the tracker; the last attempt begins
+        when training is over. A ForgeError ends the attempts. The first failure is printed."""
         has_warned = False
         while True:
             is_last = self.is_over.is_set()

@@ -93,7 +93,7 @@ def _finish(child: subprocess.Popen[bytes]) -> None:
 
 
 def _written(paths: RunPaths, name: str) -> int:
-    """When the file of what this tracker was sent was written: each process writes it."""
+    """Time at which the record of the rows sent to this tracker was written; each process writes it."""
     path = sent_file(paths, name)
     return path.stat().st_mtime_ns if path.exists() else 0
 

@@ -126,7 +126,7 @@ def values_of(line: Line) -> dict[str, float]:
 
 
 def _is_last_of_its_step(event: Event) -> bool:
-    """Whether the run has ended so that no step is repeated when the same command is run again."""
+    """Return whether the run has ended so that a rerun of the same command repeats no step."""
     if isinstance(event, events.Failed):
         return event.diverged
     return isinstance(event, events.Completed | events.Stop | events.Requeue)

@@ -117,7 +117,7 @@ class WeightsAndBiases:
 
 
 def _is_synced(folder: Path) -> bool:
-    """Whether somebody has sent an offline directory with `wandb sync`."""
+    """Return whether somebody has sent an offline directory with `wandb sync`."""
     return any(folder.glob("*.wandb.synced"))
 
 

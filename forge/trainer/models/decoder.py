@@ -28,7 +28,7 @@ class OutputLayer(nn.Linear):
     def forward(
         self, x_BTD: Tensor, targets_BT: Tensor | None = None, compiled: bool = False
     ) -> Tensor:
-        """As Decoder.forward; compiled: of linear_cross_entropy."""
+        """Give logits or the loss as Decoder.forward does. compiled: of linear_cross_entropy."""
         return _logits_or_loss(x_BTD, self.weight, targets_BT, compiled)
 
 
@@ -167,7 +167,7 @@ class Decoder(nn.Module):
 
     @abstractmethod
     def adds_to_residual(self, name: str) -> bool:
-        """Whether what this matrix gives is added to the residual stream."""
+        """Return whether the output of this matrix is added to the residual stream."""
 
     # --- what follows from it ---
 
@@ -215,7 +215,7 @@ class Decoder(nn.Module):
         return self.embedding, [getattr(self.trunk, self.LAST_NORM), self.output]
 
     def is_in_block(self, name: str) -> bool:
-        """Whether a parameter belongs to a block: Muon updates the matrices of these."""
+        """Return whether a parameter belongs to a block: Muon updates the matrices of these."""
         return name.startswith(f"{self.TRUNK}.{self.BLOCKS}.")
 
     def num_parameters(self) -> int:
@@ -223,7 +223,7 @@ class Decoder(nn.Module):
         return self.settings.num_parameters(self.num_rows)
 
     def flops_per_token(self, seq_len: int) -> float:
-        """As Model.flops_per_token."""
+        """Return Model.flops_per_token for the rows of this decoder."""
         return self.settings.flops_per_token(self.num_rows, seq_len)
 
 
