@@ -3,6 +3,7 @@
 import errno
 import json
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -156,3 +157,23 @@ def test_full_disk_leaves_no_start_that_the_launcher_cannot_read(tmp_path, monke
     assert not (tmp_path / rank_output.START).exists()
     with Console(tmp_path) as launcher:
         launcher.show()
+
+
+def test_progress_of_a_command_without_a_terminal_is_shown_by_the_one_that_has_it(
+    tmp_path, monkeypatch
+):
+    """Also of a launch that takes the place of one whose rank was lost; none is there at first."""
+    shown: list[str] = []
+    monkeypatch.setattr(terminal, "PLAIN_EVERY_SEC", 0.0)
+    monkeypatch.setattr(terminal, "say", shown.append)
+    launches = tmp_path / ".launch"
+    with rank_output.shown_bar(launches):
+        for name, step in (("first", 3), ("second", 7)):
+            (launches / name).mkdir(parents=True)
+            RankProgress(launches / name, "train again", 9, "steps")(step, "loss 2.5")
+            wanted, end = f"train again: {step}/9 steps loss 2.5", time.monotonic() + 60
+            while wanted not in shown and time.monotonic() < end:
+                time.sleep(0.01)
+            assert shown[-1] == wanted
+        (launches / "second" / BAR).unlink()  # as a launch ends
+    assert len(shown) == 2
