@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.export_folder import MANIFEST as EXPORT_MANIFEST
 from forge.checkpoint.export_folder import exported_files
 from forge.core.config import use_plugins_of_project
-from forge.core.errors import ConfigError, UnfitError
+from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.terminal import say
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     Read = Callable[[], Loaded]
 
 # As config.yaml and `forge export` name types, besides torch's own names.
+MOST_READS = 5  # of the newest checkpoint, where a run that is training removes it meanwhile
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -86,13 +88,29 @@ def _checkpoint(place: RunPaths, step: int | None, data: str | Path | None) -> R
     def chosen() -> Checkpoint:
         return resume.named(place.root) if step is None else resume.at_step(run, step)
 
-    def read() -> Loaded:
+    def read_chosen() -> Loaded:
         from forge.trainer.saved_model import SavedModel, not_pruned
 
-        checkpoint = chosen()  # a run that is training may have pruned the one of before
+        checkpoint = chosen()
         with not_pruned(checkpoint):
             saved = SavedModel.open(checkpoint, {"data": folder})
             return saved.load(), saved.tokenizer, f"step {checkpoint.step} of {run.root}"
+
+    def read() -> Loaded:
+        from forge.trainer.saved_model import Pruned
+
+        for _ in range(MOST_READS - 1):
+            try:
+                return read_chosen()
+            except Pruned:  # by a run that is training, if it has a newer one
+                if not is_there():
+                    raise
+        return read_chosen()
+
+    def is_there() -> bool:
+        with suppress(DataError):
+            return bool(chosen())
+        return False
 
     chosen()
     return read

@@ -113,15 +113,19 @@ def check_final_weights(checkpoint: directory.Checkpoint, weights_digest: str) -
         )
 
 
+class Pruned(DataError):
+    """A checkpoint was removed while it was read."""
+
+
 @contextmanager
 def not_pruned(checkpoint: directory.Checkpoint) -> Iterator[None]:
-    """Raise DataError where the run, which is training, prunes the checkpoint while it is read."""
+    """Raise Pruned where the run, which is training, prunes the checkpoint while it is read."""
     try:
         yield
     except (DataError, FileNotFoundError):
         if checkpoint.folder.exists():
             raise
-        raise DataError(
+        raise Pruned(
             f"{checkpoint.folder} was removed while it was read",
             cause="the run is training and keeps only its newest checkpoints",
             fix="rerun the command, or raise train.keep_last",
