@@ -1,5 +1,5 @@
-"""The files that are generated from the code: JSON schemas for editors, tables of keys, and the table of
-packages.
+"""Files that are generated from the code: JSON schemas for editors, tables of keys, of packages and of
+messages.
 
 `python -m tools.config_docs` writes them, `--check` exits 1 where they have drifted.
 """
@@ -27,7 +27,7 @@ from forge.core.machine import Machine
 from forge.core.paths import SHEET
 from forge.core.records import RecordPart
 from forge.core.section import Section, section_of, section_of_entries, tagged_sections
-from tools import packages
+from tools import messages, packages
 
 ROOT = Path(__file__).resolve().parents[1]
 # The YAML files name them in their first line, by which editors complete, explain and check keys.
@@ -90,6 +90,7 @@ def generated(root: Path = ROOT) -> dict[Path, str]:
         texts[table.file] = _filled(root / table.file, "keys", keys)
     page = root / packages.PAGE
     texts[packages.PAGE] = _filled(page, "packages", packages.table(_text(page)))
+    texts[messages.PAGE] = _filled(root / messages.PAGE, "messages", messages.tables())
     return texts
 
 

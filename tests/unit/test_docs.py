@@ -92,13 +92,14 @@ def texts() -> list[str]:
 
 def entries() -> dict[str, str]:
     """Title -> body, of each symptom."""
-    _, *parts = re.split(r"^## ", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.M)
-    return {title: body for title, _, body in (part.partition("\n") for part in parts)}
+    _, *parts = re.split(r"^### ", (ROOT / "docs/troubleshooting.md").read_text(), flags=re.M)
+    ends = (re.split(r"^## ", part, maxsplit=1, flags=re.M)[0] for part in parts)  # next phase
+    return {title: body for title, _, body in (part.partition("\n") for part in ends)}
 
 
 def quotes(body: str) -> Iterator[tuple[str, str]]:
     """(who says it, what) of the code spans behind `You see:` and `You see (LIBRARY):`."""
-    seen = body.partition("\nCause:")[0]
+    seen = body.partition("\nCause")[0]
     for part in re.split(r"(?=You see)", seen)[1:]:
         who = re.match(r"You see(?: \((\w+)\))?:", part)
         assert who, f"not `You see:` or `You see (LIBRARY):`: {part}"
@@ -162,7 +163,7 @@ COMPOSED = {
 
 def check_entry(body: str) -> None:
     for part in ("Cause", "Do", "Test"):
-        assert f"\n{part}: " in body, f"no `{part}: `"
+        assert re.search(rf"^{part}(: |, )", body, flags=re.M), f"no `{part}: `"
     told = body.partition("\nTest: ")[2]
     tests = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", told)
     assert tests or "not reproducible" in told, "names no test"

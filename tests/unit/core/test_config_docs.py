@@ -14,7 +14,7 @@ from support.repository import REPOSITORY as ROOT
 from forge.core.config import Config
 from forge.core.errors import ConfigError
 from forge.core.machine import Machine
-from tools import packages
+from tools import messages, packages
 from tools.config_docs import SCHEMAS, TABLES, drifted, keys_text, main, predicates, tables
 
 pytestmark = pytest.mark.tools
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.tools
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A copy of the generated files, to spoil."""
-    for path in (*SCHEMAS, *predicates(), *(table.file for table in tables()), packages.PAGE):
+    pages = (*(table.file for table in tables()), packages.PAGE, messages.PAGE)
+    for path in (*SCHEMAS, *predicates(), *pages):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     return tmp_path
@@ -167,3 +168,26 @@ def test_schema_speaks_the_names_of_the_file() -> None:
     properties = json.loads((ROOT / next(iter(SCHEMAS))).read_text())["properties"]
     assert "validate" in properties
     assert "validation" not in properties
+
+
+def test_messages_are_read_with_cause_and_fix_and_gaps_for_what_is_filled_in(
+    tmp_path: Path,
+) -> None:
+    module = tmp_path / "module.py"
+    module.write_text(
+        'FIX = "restart the program"\n'
+        'raise DataError(f"cannot read {name}" " at all", cause="edited by | hand", fix=FIX)\n'
+        'Check("disk", "fail", f"{folder} is on a slow disk", "choose another directory")\n'
+        "raise DataError(what, cause=cause, fix=fix)\n"
+    )
+    assert list(messages.messages(module)) == [
+        messages.Message("cannot read … at all", "edited by | hand", "restart the program"),
+        messages.Message("… is on a slow disk", "", "choose another directory"),
+    ]
+
+
+def test_each_package_has_a_place_on_the_page_of_messages() -> None:
+    placed = {name for names in messages.PHASES.values() for name in names}
+    there = {path.parent.name for path in messages.FORGE.glob("*/__init__.py")}
+    assert there <= placed
+    assert all((messages.FORGE / name).exists() for name in placed)
