@@ -98,11 +98,14 @@ class Init(Timed):
 
 class Eval(Timed):
     """The validation loss was measured. sources: of each source, for a run with sources; `loss` is then
-    their mean by the weights of the mix."""
+    their mean by the weights of the mix. bpb: the loss in bits per byte of text, None where bytes are not
+    known; bpb_estimated: these were estimated by the vocabulary."""
 
     step: int
     loss: float  # nats per token
     sources: dict[str, float] | None = None
+    bpb: float | None = None
+    bpb_estimated: bool | None = None
 
 
 class Save(Timed):

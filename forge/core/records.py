@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -363,6 +363,36 @@ class Sample(RecordPart):
     text: str
 
 
+class BitsPerByte(NamedTuple):
+    """Validation loss in bits per byte of text. estimated: its bytes, by the vocabulary (shown: `~`)."""
+
+    value: float
+    estimated: bool
+
+    @classmethod
+    def of(cls, recorded: Any) -> Self | None:
+        """Of a record with the keys of `keys`; None where bytes are not known."""
+        return None if recorded.bpb is None else cls(recorded.bpb, bool(recorded.bpb_estimated))
+
+    @staticmethod
+    def keys(measured: BitsPerByte | None) -> dict[str, Any]:
+        """Keys of a record, None where they are left out."""
+        if measured is None:
+            return {"bpb": None, "bpb_estimated": None}
+        return {"bpb": measured.value, "bpb_estimated": measured.estimated or None}
+
+    @property
+    def number(self) -> str:
+        return f"{'~' if self.estimated else ''}{self.value:.4f}"
+
+    def __str__(self) -> str:
+        return f"{self.number} bits per byte"
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
 class Validated(Record):
     """validated.json: the checkpoint of a run is valid."""
 
@@ -372,6 +402,10 @@ class Validated(Record):
     status: Literal["valid", "invalid"] = "valid"
     loss: float | None = None
     """Validation loss in nats per token; None where it was not measured (validate.depth)."""
+    bpb: float | None = Field(default=None, exclude_if=_is_none)
+    """The loss in bits per byte of text; None where bytes are not known."""
+    bpb_estimated: bool | None = Field(default=None, exclude_if=_is_none)
+    """Bytes were estimated by the vocabulary."""
     weights_digest: str | None = None
 
 

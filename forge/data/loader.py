@@ -17,7 +17,7 @@ import torch
 
 from forge.core.errors import DataError
 from forge.core.train_settings import samples_per_rank
-from forge.data.sample_order import MixedOrder, in_epochs
+from forge.data.sample_order import MixedOrder, in_epochs, spread_evenly
 from forge.data.shards import Shard, Split
 from forge.data.sources import Tokens
 
@@ -34,8 +34,7 @@ class Windows:
     """
 
     def __init__(self, shards: Sequence[Shard], seq_len: int, *, split: str = "train") -> None:
-        # The last token of a window is only a target: it is the first token of the next window.
-        counts = [max(shard.num_tokens - 1, 0) // seq_len for shard in shards]
+        counts = [shard.num_windows(seq_len) for shard in shards]
         self.ends = np.cumsum(counts)
         self.starts = self.ends - counts
         self.num_samples = sum(counts)
@@ -129,9 +128,8 @@ def eval_batches(
     because FSDP2's forward waits for all ranks: a batch without a window repeats one and counts 0
     tokens. The loss is sum(loss * tokens) / sum(tokens) over batches and ranks.
     """
-    num_windows = min(count, windows.num_samples)
-    chosen = np.arange(num_windows) * windows.num_samples // num_windows
-    num_batches = -(-num_windows // (world_size * micro))
+    chosen = spread_evenly(windows.num_samples, count)
+    num_batches = -(-len(chosen) // (world_size * micro))
     shares = np.array_split(chosen, num_batches * world_size)
     for indices in shares[rank::world_size]:
         inputs, targets = split(windows.gather(indices if len(indices) else chosen[:1]))

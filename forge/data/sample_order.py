@@ -26,6 +26,12 @@ from forge.core.mix import MixStage
 ROUNDS = 8
 
 
+def spread_evenly(size: int, count: int) -> np.ndarray:
+    """Numbers of `count` windows, spread evenly over `size`, int64; all where there are fewer."""
+    count = min(count, size)
+    return np.arange(count) * size // max(1, count)
+
+
 def permute(numbers: np.ndarray, *, size: int, seed: int, epoch: int) -> np.ndarray:
     """A pseudo-random permutation of [0, size), applied to each number; size >= 1.
 

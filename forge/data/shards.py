@@ -1,6 +1,7 @@
 """Token shards on disk: ids in `.bin` files, and the manifest that describes them.
 
 - `{split}-{part}-{number}.bin`: little-endian uint16 where the vocabulary fits, else uint32
+- `val-{part}-{number}.bytes`: bytes of text of each id (`data.text_bytes`), in no digest
 - `manifest.json`: format, dtype, vocabulary, settings, digests of inputs and shards
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, Protocol, Self
 
@@ -76,6 +78,7 @@ class FileSet(Protocol):
 
 
 Ids = NDArray[np.uint32]
+Bytes = NDArray[np.uint32]  # of text, of each id
 Split = Literal["train", "val"]
 SPLITS: tuple[Split, ...] = ("train", "val")
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -193,6 +196,16 @@ class Shard:
     @property
     def num_bytes(self) -> int:
         return self.num_tokens * self.dtype.itemsize
+
+    @property
+    def bytes_path(self) -> Path:
+        """The file with the bytes of text of each id (`data.text_bytes`), of a validation shard."""
+        return self.path.with_suffix(".bytes")
+
+    def num_windows(self, seq_len: int) -> int:
+        """Number of windows of seq_len + 1 tokens. The last token of a window is only a target: it is the
+        first token of the next window."""
+        return max(self.num_tokens - 1, 0) // seq_len
 
     def read(self) -> np.memmap[Any, Any]:
         """The ids, memory-mapped and read-only: shape (num_tokens,)."""
@@ -340,45 +353,55 @@ class ShardWriter:
         self._tokens = self._documents = 0
         self._hasher = blake3.blake3()
         self._file: IO[bytes] | None = None
-        self._open_file = ExitStack()
+        self._bytes_file: IO[bytes] | None = None
+        self._open_files = ExitStack()
 
-    def extend(self, documents: Sequence[Ids], end: Ids) -> None:
-        """Append documents, each followed by `end`: an array of the end-of-text id, or empty.
+    def extend(self, documents: Sequence[Ids], end: Ids, sizes: Sequence[Bytes] = ()) -> None:
+        """Append documents, each followed by `end`: an array of the end-of-text id, or empty. sizes: for
+        the `.bytes` file, bytes of the ids of each document and of its end.
 
         Raises EndInDocument where a document contains this id, UnfitError on a full disk.
         """
         pending: list[Ids] = []  # one array of many documents: short ones cost more calls than work
-        for ids in documents:
+        pending_sizes: list[Bytes] = []
+        for ids, of_ids in zip_longest(documents, sizes):
             pending += (ids, end)
+            pending_sizes += [] if of_ids is None else [of_ids]
             self._tokens += len(ids) + len(end)
             self._documents += 1
             if self._tokens >= self.shard_tokens:
-                self._write(pending, end)
+                self._write(pending, end, pending_sizes)
                 self._commit()
-                pending = []
+                pending, pending_sizes = [], []
         if pending:
-            self._write(pending, end)
+            self._write(pending, end, pending_sizes)
 
-    def _write(self, arrays: list[Ids], end: Ids) -> None:
+    def _write(self, arrays: list[Ids], end: Ids, sizes: list[Bytes]) -> None:
         ids = np.concatenate(arrays)
         if len(end) and np.count_nonzero(ids == end) != len(arrays) // 2:
             raise EndInDocument
         # The conversion to uint16 would silently wrap an id beyond the vocabulary.
         assert int(ids.max()) < self.vocab_size, f"id {ids.max()} beyond {self.vocab_size}"
         if self._file is None:
-            # The directory is fsynced once, before the manifest.
-            opened = atomic_open(self.folder / self._name, sync_folder=False)
-            self._file = self._open_file.enter_context(opened)
+            self._file = self._opened(self._name)
         data = ids.astype(self._dtype).data.cast("B")
         self._file.write(data)
         self._hasher.update(data)
+        if sizes:
+            if self._bytes_file is None:
+                self._bytes_file = self._opened(Path(self._name).with_suffix(".bytes").name)
+            self._bytes_file.write(np.concatenate(sizes).astype("<u4").data.cast("B"))
+
+    def _opened(self, name: str) -> IO[bytes]:
+        # The directory is fsynced once, before the manifest.
+        return self._open_files.enter_context(atomic_open(self.folder / name, sync_folder=False))
 
     @property
     def _name(self) -> str:
         return f"{self.prefix}-{len(self.entries):03d}.bin"
 
     def _commit(self) -> None:
-        self._open_file.close()
+        self._open_files.close()
         entry = ShardEntry(
             file=self._name,
             tokens=self._tokens,
@@ -393,6 +416,6 @@ class ShardWriter:
 
     def __exit__(self, *error: Any) -> None:
         if any(error):
-            self._open_file.__exit__(*error)
+            self._open_files.__exit__(*error)
         elif self._tokens:
             self._commit()

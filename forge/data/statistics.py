@@ -75,14 +75,25 @@ class TextCounts(RecordPart):
         return f"{self.lost:,} of {self.characters:,} characters {are} lost ({share}), most often {often}"
 
 
+class TextBytes(RecordPart):
+    """Targets of validation windows, and the bytes of the original text that they cover."""
+
+    targets: int
+    bytes: int
+    estimated: bool = False
+    """By the vocabulary: the ids came without text, or from an earlier version."""
+
+
 class Statistics(Record):
-    """statistics.json: counts for people. Written before the manifest, and read by no step of a run: sets
-    of earlier versions have none, and no digest covers it."""
+    """statistics.json: counts for people, and for losses in bits per byte. Written before the manifest;
+    sets of earlier versions have none, and no digest covers it."""
 
     MAX_BYTES: ClassVar[int] = MAX_JSON_BYTES
 
     text: TextCounts | None = None
     """None for files of ids (tokenize.format nanogpt, megatron, dolma)."""
+    validation: dict[str, TextBytes] = Field(default_factory=dict)
+    """Of the windows of runs, by their number and train.seq_len (`64x1024`)."""
     equal_files: list[list[str]] = Field(default_factory=list)
     """Groups of different input files with equal content, by name as in the manifest; without empty
     files."""

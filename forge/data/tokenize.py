@@ -53,6 +53,7 @@ from forge.data.lost_text import LossCounter, Spelling, keeps_all_text
 from forge.data.shards import (
     DTYPES,
     SPLITS,
+    Bytes,
     EndInDocument,
     InputEntry,
     Shard,
@@ -67,6 +68,7 @@ from forge.data.shards import (
     shard_list,
 )
 from forge.data.statistics import Statistics, TextCounts, equal_files, read_statistics
+from forge.data.text_bytes import ByteCounter
 from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
 
 PART_FORMAT: Literal[1] = 1
@@ -166,7 +168,7 @@ def _clean(folder: Path) -> None:
     with disk_trouble(folder):
         for name in (MANIFEST, STATISTICS):
             (folder / name).unlink(missing_ok=True)
-        for leftover in [*folder.rglob(".*.bin.*"), *folder.rglob(".*.json.*")]:
+        for leftover in [*folder.rglob(".*.b[iy]*.*"), *folder.rglob(".*.json.*")]:
             leftover.unlink()
 
 
@@ -397,11 +399,16 @@ def _start_worker(parent: int, job: _Job, read_bytes: Any) -> None:
 
 
 @functools.cache
-def _loaded(folder: Path, fast: bool) -> tuple[LoadedTokenizer, Encode, Spelling | None]:
-    """The tokenizer, its encoder, and what each id spells where text may be lost."""
+def _loaded(
+    folder: Path, fast: bool
+) -> tuple[LoadedTokenizer, Encode, Spelling | None, ByteCounter]:
+    """The tokenizer, its encoder, what each id spells where text may be lost, and the counter of its
+    bytes."""
     tokenizer = load_tokenizer(folder)
     encode = (fast_encoder if fast else reference_encoder)(tokenizer)
-    return tokenizer, encode, None if keeps_all_text(tokenizer) else Spelling(tokenizer)
+    spelling = Spelling(tokenizer)
+    counter = ByteCounter(tokenizer, spelling)
+    return tokenizer, encode, None if keeps_all_text(tokenizer) else spelling, counter
 
 
 class FinishedPart(RecordPart):
@@ -417,7 +424,7 @@ class FinishedPart(RecordPart):
 
 def _make_part(number: int, files: list[InputFile]) -> tuple[bytes, list[str]]:
     """Encode a part, or keep it if it is finished and valid; its record as JSON, and warnings."""
-    tokenizer, encode, spelling = _loaded(_job.tokenizer, _job.fast)
+    tokenizer, encode, spelling, count_bytes = _loaded(_job.tokenizer, _job.fast)
     path = _job.folder / "parts" / f"part-{number:05d}.json"
     if path.exists():
         kept = _finished_part(path, files, tokenizer)
@@ -426,7 +433,7 @@ def _make_part(number: int, files: list[InputFile]) -> tuple[bytes, list[str]]:
             return kept, []
     with disk_trouble(_job.folder):
         path.unlink(missing_ok=True)
-        for stale in _job.folder.glob(f"*-{number:05d}-*.bin"):
+        for stale in _job.folder.glob(f"*-{number:05d}-*.b[iy]*"):  # .bin and .bytes
             stale.unlink()
     warnings: list[str] = []
     text = None
@@ -443,7 +450,13 @@ def _make_part(number: int, files: list[InputFile]) -> tuple[bytes, list[str]]:
             documents = _documents(number, files, warnings, inputs, divided)
             counter = LossCounter(spelling)
             _write_text(
-                writers, files, documents, tokenizer=tokenizer, encode=encode, counter=counter
+                writers,
+                files,
+                documents,
+                tokenizer=tokenizer,
+                encode=encode,
+                counter=counter,
+                count_bytes=count_bytes,
             )
             sizes = TextCounts(text_files=len(divided), divided_files=sum(divided))
             text = counter.counts() + sizes
@@ -546,6 +559,7 @@ def _write_text(
     tokenizer: LoadedTokenizer,
     encode: Encode,
     counter: LossCounter,
+    count_bytes: ByteCounter,
 ) -> None:
     """Encode the documents of some files, write their ids, and count both."""
     eos = np.array([tokenizer.eos_id], dtype=np.uint32)
@@ -555,11 +569,15 @@ def _write_text(
         try:
             encoded = encode(batch)
             parts: dict[Split, list[Ids]] = {split: [] for split in SPLITS}
+            sizes: list[Bytes] = []
             for document, ids in zip(batch, encoded, strict=True):
-                parts[split_of(document, val_fraction)].append(ids)
+                split = split_of(document, val_fraction)
+                parts[split].append(ids)
+                if split == "val":
+                    sizes.append(count_bytes(document, ids))
             try:
-                for split, documents_of_split in parts.items():
-                    writers[split].extend(documents_of_split, eos)
+                writers["train"].extend(parts["train"], eos)
+                writers["val"].extend(parts["val"], eos, sizes)
             except EndInDocument:
                 refuse_end(tokenizer, batch, encoded)
         except Unencodable as err:

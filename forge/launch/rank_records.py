@@ -20,6 +20,7 @@ from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname
 from forge.core.program_settings import Program
 from forge.core.records import LaunchEnvironment, Record, RecordPart, content
+from forge.data.statistics import TextBytes
 from forge.hosts.placement import WorldLayout
 from forge.launch.heartbeat import Activity
 
@@ -47,6 +48,9 @@ class TrainTask(RecordPart):
     environment: LaunchEnvironment | None = None  # for the lineage
     interruptions: Interruptions = Interruptions()  # known before this launch
     threads: int | None = None  # a rank, of that checkpoint; None where GPUs have trained it
+    text_bytes: dict[str, TextBytes] = Field(
+        default_factory=dict
+    )  # of validation windows, by source
 
     @property
     def shards_here(self) -> str:

@@ -23,7 +23,7 @@ from forge.core.errors import DataError, OtherFormat, UnfitError
 from forge.core.events import Event
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths, tokens_folder
-from forge.core.records import Lock, PreflightResult, Validated, Validation
+from forge.core.records import BitsPerByte, Lock, PreflightResult, Validated, Validation
 from forge.core.terminal import duration, one_line
 from forge.reporting.log_errors import LoggedError, last_error, without_command
 from forge.reporting.run_files import RunFiles
@@ -485,7 +485,9 @@ def _of_checkpoint(files: RunFiles, step: int) -> DataError | None:
 def _validated(validated: Validated, validation: Validation | None) -> _Judgement:
     """With the loss, or what was checked of it without one: of a program that may be nothing."""
     if validated.loss is not None:
-        return _Judgement("validated", f"validation loss {validated.loss:.3f}")
+        bpb = BitsPerByte.of(validated)
+        in_bits = f", {bpb}" if bpb else ""
+        return _Judgement("validated", f"validation loss {validated.loss:.3f}{in_bits}")
     if validation is None or validation.step != validated.step:
         return _Judgement("validated", "")
     if not validation.checks:

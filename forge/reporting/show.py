@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from forge.core.errors import DataError
 from forge.core.paths import RunPaths
+from forge.core.records import BitsPerByte
 from forge.core.terminal import duration, is_terminal, print_plain, visible
 from forge.reporting.history import read_history
 from forge.reporting.run_rows import read_scores
@@ -74,11 +75,14 @@ def _goodput(paths: RunPaths, summary: Summary) -> list[tuple[str, str]]:
 def _losses(paths: RunPaths) -> str:
     lines = [line for line in metrics.read(paths.metrics) if isinstance(line, metrics.EvalLine)]
     evals = [(line.step, line.loss) for line in lines if line.loss is not None]
+    bpb = BitsPerByte.of(lines[-1]) if lines else None
+    in_bits = f", {bpb}" if bpb else ""
     if not evals:
         return "not measured yet"
     # The newest line is on the surviving line of history whatever was done again.
     (first_step, first), (last_step, last) = min(evals), evals[-1]
-    return f"{first:.3f} -> {last:.3f} nats per token (steps {first_step} -> {last_step})"
+    steps = f"steps {first_step} -> {last_step}"
+    return f"{first:.3f} -> {last:.3f} nats per token{in_bits} ({steps})"
 
 
 def _print_plain(summary: Summary, rows: list[tuple[str, str]]) -> None:

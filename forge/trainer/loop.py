@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
+from typing import Any
 
 from forge.checkpoint import storage
 from forge.checkpoint.async_saver import Saver
@@ -16,6 +17,7 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import Exit, TrainingError
 from forge.core.paths import RunPaths
 from forge.core.provenance import versions
+from forge.core.records import BitsPerByte
 from forge.core.terminal import say
 from forge.data.loader import Windows, windows_by_source
 from forge.hosts.lock import check_held
@@ -30,7 +32,7 @@ from forge.trainer import metrics
 from forge.trainer.divergence import diverged, ended_by_spike
 from forge.trainer.numerics import device_name, numerics, prepare
 from forge.trainer.save_clock import SaveClock, told
-from forge.trainer.source_mix import losses_text, mean_loss
+from forge.trainer.source_mix import bits_per_byte, losses_text, mean_loss
 from forge.trainer.start import Start, start_of_run, verified_tokens
 from forge.trainer.step import Agreement, Flags, LaunchedStep, StepResult
 from forge.trainer.validation_loss import reference_losses, validation_losses
@@ -58,6 +60,7 @@ class Trainer:
         """val_windows: of the validation splits, by source."""
         self.config, self.paths, self.world = config, paths, world
         self.launch, self.settings = spec.launch, config.train
+        self.text_bytes = spec.train_task.text_bytes
         self.start, self.val_windows = start, val_windows
         self.mix, self.parallel, self.model = start.mix, start.parallel, start.model
         self.num_parameters = self.model.num_parameters()
@@ -238,15 +241,21 @@ class Trainer:
         if not all(map(math.isfinite, losses.values())):
             raise self._diverged(f"validation loss {losses_text(losses)} is not finite")
         if self.world.rank.is_main:
-            loss = mean_loss(losses, self.mix.at_start if self.mix else None, self.step)
-            sources = losses if self.mix else None
-            line = metrics.EvalLine(launch=self.launch, step=self.step, loss=loss, sources=sources)
-            metrics.write(self.paths.metrics, line)
+            mix = self.mix.at_start if self.mix else None
+            bpb = bits_per_byte(losses, self.text_bytes, mix, self.step)
+            measured: dict[str, Any] = {
+                "step": self.step,
+                "loss": mean_loss(losses, mix, self.step),
+                "sources": losses if mix else None,
+                **BitsPerByte.keys(bpb),
+            }
+            metrics.write(self.paths.metrics, metrics.EvalLine(launch=self.launch, **measured))
             seconds = round(time.perf_counter() - started, 3)
             self.budget.measure_evaluation(seconds)
-            self._record(events.Eval(step=self.step, seconds=seconds, loss=loss, sources=sources))
-            by_source = f" ({losses_text(losses)})" if sources else ""
-            say(f"step {self.step}: validation loss {loss:.4f}{by_source}")
+            self._record(events.Eval(seconds=seconds, **measured))
+            by_source = f" ({losses_text(losses)})" if mix else ""
+            in_bits = f", {bpb}" if bpb else ""
+            say(f"step {self.step}: validation loss {measured['loss']:.4f}{by_source}{in_bits}")
 
     # --- checkpoints ---------------------------------------------------------------------------
 

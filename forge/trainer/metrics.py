@@ -123,10 +123,13 @@ class TrainLine(Line):
 @dataclass(kw_only=True)
 class EvalLine(Line):
     """An evaluation. loss: on the validation split; with several sources the mean over them, by the
-    weights of the mix. sources: the loss of each, left out of the file without sources."""
+    weights of the mix. sources: the loss of each, left out of the file without sources. bpb: the loss in
+    bits per byte of text, left out where bytes are not known; bpb_estimated: these were estimated."""
 
     kind: Literal["eval"] = "eval"
     sources: dict[str, float] | None = None
+    bpb: float | None = None
+    bpb_estimated: bool | None = None
 
 
 @dataclass(kw_only=True)
@@ -143,12 +146,15 @@ _ANY: TypeAdapter[TrainLine | EvalLine | StepLine] = TypeAdapter(
 )
 
 
+OPTIONAL = ("sources", "bpb", "bpb_estimated")  # left out where they are None
+
+
 def write(path: Path, line: Line) -> None:
     """Append one line to metrics.jsonl. Rank 0. A number that is not finite becomes null."""
     clean = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in vars(line).items()
-        if key != "sources" or value is not None
+        if key not in OPTIONAL or value is not None
     }
     json_lines.append(path, clean)
 

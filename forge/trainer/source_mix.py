@@ -3,6 +3,7 @@ parent), their order, and the weights of losses."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -11,10 +12,12 @@ from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import RecordedMix, RecordedStage, SourceUse
 from forge.core.config import ResolvedConfig
 from forge.core.mix import MixStage, stage_at, stages
+from forge.core.records import BitsPerByte
 from forge.core.train_settings import Train
 from forge.data.loader import windows_by_source
 from forge.data.sample_order import MixedOrder
 from forge.data.sources import SourceSet, Tokens
+from forge.data.statistics import TextBytes
 
 
 @dataclass(frozen=True)
@@ -142,8 +145,29 @@ def mean_loss(losses: Mapping[str, float], mix: MixAtStart | None, step: int) ->
     by the weights of the last step."""
     if mix is None:
         return losses[""]
+    return sum(share * losses[name] for name, share in _shares(mix, step).items())
+
+
+def bits_per_byte(
+    losses: Mapping[str, float], sizes: Mapping[str, TextBytes], mix: MixAtStart | None, step: int
+) -> BitsPerByte | None:
+    """`mean_loss` in bits per byte of text: nats of all targets over ln 2 and their bytes, both summed
+    over the sources by their shares. None where the bytes of a source are not known."""
+    shares = {"": 1.0} if mix is None else _shares(mix, step)
+    used = {name: sizes[name] for name in shares if name in sizes and sizes[name].bytes}
+    if used.keys() != shares.keys():
+        return None
+    per_target = sum(
+        share * used[name].bytes / used[name].targets for name, share in shares.items()
+    )
+    value = mean_loss(losses, mix, step) / (math.log(2) * per_target)
+    return BitsPerByte(value, any(size.estimated for size in used.values()))
+
+
+def _shares(mix: MixAtStart, step: int) -> dict[str, float]:
+    """Shares of the sources in the last of `step` steps, without those of 0."""
     shares = stage_at(mix.stages, max(step - 1, 0)).shares
-    return sum(float(share) * losses[name] for name, share in shares.items() if share)
+    return {name: float(share) for name, share in shares.items() if share}
 
 
 def losses_text(losses: Mapping[str, float]) -> str:

@@ -18,7 +18,7 @@ from forge.checkpoint.manifest import data_digests
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.paths import RunPaths
-from forge.core.records import Check, Trained, Validation
+from forge.core.records import BitsPerByte, Check, Trained, Validation
 from forge.data.sources import digests_by_source
 from forge.validation.replay import check_next_losses
 from forge.validation.run_data import Data
@@ -255,6 +255,7 @@ class CheckpointChecks(Checks):
         return {
             "depth": depth,
             "loss": model.loss,
+            **BitsPerByte.keys(model.bpb),
             "weights_digest": model.weights_digest,
             "samples": model.samples,
         }

@@ -4,6 +4,7 @@ in other proportions, twice in an epoch, or of the wrong source; data that are n
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -123,6 +124,21 @@ def test_validation_loss_is_told_by_source_and_its_mean_has_the_weights_of_the_s
         mean = share * losses["code"] + (1 - share) * losses["docs"]
         assert line["loss"] == pytest.approx(mean)
     assert base.events("eval")[-1]["sources"] == lines[-1]["sources"]
+
+
+def test_bits_per_byte_are_of_the_text_of_both_sources_by_their_shares(base, project):
+    sizes = {}
+    for name, tokens in read_json(base.paths.config)["ids"]["sources"].items():
+        statistics = read_json(tokens_folder(project / "data", tokens) / "statistics.json")
+        [size] = statistics["validation"].values()
+        sizes[name] = size["bytes"] / size["targets"]
+        assert not size["estimated"]
+    lines = [one for one in json_lines.read(base.paths.metrics) if one["kind"] == "eval"]
+    for line, share in zip(lines, (0.75, 0.25, 0.25), strict=True):
+        bytes_per_target = share * sizes["code"] + (1 - share) * sizes["docs"]
+        assert line["bpb"] == pytest.approx(line["loss"] / math.log(2) / bytes_per_target, rel=1e-9)
+        assert "bpb_estimated" not in line
+    assert base.events("eval")[-1]["bpb"] == lines[-1]["bpb"]
 
 
 def test_checkpoint_is_valid_and_knows_how_much_was_drawn(base, source_of):

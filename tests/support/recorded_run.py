@@ -76,7 +76,9 @@ class RecordedRun:
 
     def metric(self, kind: str, step: int, loss: float | None, **values: Any) -> None:
         facts = {"time": self.time, "launch": self.id, "step": step, "loss": loss}
-        line: metrics.Line = metrics.EvalLine(**facts)
+        line: metrics.Line
+        if kind == "eval":
+            line = metrics.EvalLine(**facts, **values)
         if kind == "train":
             usual = {"grad_norm": 1.0, "lr": 1e-3, "tokens_per_sec": None, "mfu": None}
             line = metrics.TrainLine(**{**facts, **usual, "tokens": step * 4096, **values})

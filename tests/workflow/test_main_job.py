@@ -26,13 +26,16 @@ def trained(shared_project):
 def test_main_job_learns_at_least_one_and_a_half_nats(trained):
     project, output = trained
     lines = map(json.loads, project.path("metrics.jsonl").read_text().splitlines())
-    losses = [line["loss"] for line in lines if line["kind"] == "eval"]
+    evaluations = [line for line in lines if line["kind"] == "eval"]
+    losses = [line["loss"] for line in evaluations]
     assert losses[0] - losses[-1] >= 1.5
     validation = project.read("validation.json")
     assert validation["status"] == "valid"
+    assert validation["bpb"] == pytest.approx(evaluations[-1]["bpb"], rel=1e-6)
     assert len(validation["samples"]) == 3
     row = output.splitlines()[-1]
     assert row.split()[:4] == ["base", "validated", "validation", "loss"] and "report.html" in row
+    assert f"{validation['bpb']:.4f} bits per byte" in row
     assert str(project.path("report.html").relative_to(project.root)) in output
 
 

@@ -199,6 +199,10 @@ class ValidationMade(ChainLink):
     status: Literal["valid", "invalid"] | None = None
     loss: float | None = None
     """Nats per token."""
+    bpb: float | None = Field(default=None, exclude_if=lambda value: value is None)
+    """The loss in bits per byte of text; absent where bytes are not known."""
+    bpb_estimated: bool | None = Field(default=None, exclude_if=lambda value: value is None)
+    """Present where the bytes were estimated by the vocabulary."""
     depth: str | None = None
     checks: list[CheckResult] | None = None
 

@@ -242,6 +242,8 @@ def _validation(run: RunPaths, checkpoint: SavedCheckpoint) -> ValidationMade:
     return ValidationMade(
         status=result.status,
         loss=result.loss,
+        bpb=result.bpb,
+        bpb_estimated=result.bpb_estimated,
         depth=result.depth,
         checks=[CheckResult(name=check.name, status=check.status) for check in result.checks],
     )

@@ -9,19 +9,24 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forge.core.config import FOLDERS, as_recorded
-from forge.core.files import read_object_or_empty
-from forge.core.paths import RunPaths
+from forge.core.errors import DataError
+from forge.core.files import canonical, digest_bytes, read_object_or_empty
+from forge.core.paths import MANIFEST, RunPaths, tokens_folder
+from forge.core.records import BitsPerByte
 from forge.core.terminal import duration, say
+from forge.data.shards import ShardManifest
 from forge.plugins.pages.curves import device_hours, facts, read_curves_or_empty
 from forge.plugins.pages.node_load import read_loads
+from forge.reporting.run_files import RunFiles
 from forge.reporting.run_rows import ScoreRow, read_scores
-from forge.reporting.run_state import RunState
+from forge.reporting.run_state import RunState, data_folder, ids_of
 from forge.reporting.summary import summarize
 
 if TYPE_CHECKING:
     import pandas as pd
 
 NONE = "–"
+OF_SHARDS = ("shard_tokens", "part_mib")
 
 
 def _number(digits: str) -> Callable[[float], str]:
@@ -44,6 +49,7 @@ FACTS = {
     "goal": Fact("of steps", "of", _number(",")),
     "train_loss": Fact("loss of the last training batch", "batch loss", _number(".4f")),
     "validation_loss": Fact("validation loss", "validation loss", _number(".4f")),
+    "bits_per_byte": Fact("bits per byte of text", "bits/byte", lambda bits: bits.number),
     "tokens": Fact("tokens", "tokens", _number(",.0f")),
     "tokens_per_sec": Fact("tokens per second", "tokens/s", _number(",.0f")),
     "mfu": Fact("MFU", "MFU", _number(".1%")),
@@ -62,14 +68,15 @@ FACTS = {
 @dataclass(frozen=True)
 class ComparedRun:
     """One run of a comparison. name: the run's, or its directory where two runs have the same. facts: by
-    the names in FACTS, None for what is not known. config: by dotted name. evals: step, loss of its
-    validations."""
+    the names in FACTS, None for what is not known. config: by dotted name. validation_text: digest of the
+    text of its validation splits; "" where it is not known. evals: step, loss of its validations."""
 
     name: str
     state: RunState
     facts: dict[str, Any]
     scores: list[ScoreRow]
     config: dict[str, Any]
+    validation_text: str
     evals: pd.DataFrame = field(compare=False)
 
 
@@ -128,7 +135,36 @@ def _run(paths: RunPaths, name: str) -> ComparedRun:
     }
     config = _flat(as_recorded(read_object_or_empty(paths.config)))
     evals = history.evals.dropna(subset=["loss"])[["step", "loss"]]
-    return ComparedRun(name, summary.state, values, read_scores(paths), config, evals)
+    scores, text = read_scores(paths), _validation_text(paths)
+    return ComparedRun(name, summary.state, values, scores, config, text, evals)
+
+
+def _validation_text(paths: RunPaths) -> str:
+    """Digest of the files of a run's text, and of the keys that select its validation documents."""
+    files = RunFiles(paths)
+    data, ids = data_folder(files), ids_of(files.config)
+    of_source = ids.sources or {"": ids.tokens}
+    try:
+        tokens = {
+            name: ShardManifest.read_if_there(tokens_folder(data, one) / MANIFEST)
+            for name, one in of_source.items()
+            if data and one
+        }
+    except DataError:
+        return ""
+    known = {name: one for name, one in tokens.items() if one}
+    if len(known) < len(of_source):
+        return ""
+    text = {
+        name: [sorted(entry.digest for entry in one.inputs), _without_sizes(one.settings)]
+        for name, one in known.items()
+    }
+    return digest_bytes(canonical(text))
+
+
+def _without_sizes(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a token set on which its documents depend."""
+    return {key: value for key, value in settings.items() if key not in OF_SHARDS}
 
 
 def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
@@ -185,5 +221,7 @@ def to_json(compared: Comparison) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """A number of pandas as one of Python."""
+    """A number of pandas as one of Python; bits per byte with whether they are estimated."""
+    if isinstance(value, BitsPerByte):
+        return value._asdict()
     return value.item() if hasattr(value, "item") else value

@@ -6,22 +6,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import inf
+from math import inf, isnan, nan
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forge.core import events
 from forge.core.errors import DataError
 from forge.core.events import Event
 from forge.core.paths import RunPaths
+from forge.core.records import BitsPerByte
 from forge.reporting.history import History, LaunchHistory, history_of, kept_steps
 from forge.trainer import metrics
-from forge.trainer.metrics import Line
+from forge.trainer.metrics import EvalLine, Line
 
 if TYPE_CHECKING:
     import pandas as pd
 
 TRAIN_COLUMNS = ["loss", "grad_norm", "lr", "tokens_per_sec", "mfu", "tokens"]
-EVAL_COLUMNS = ["loss"]
+EVAL_COLUMNS = ["loss", "bpb", "bpb_estimated"]
 
 
 class Restart(NamedTuple):
@@ -37,7 +38,8 @@ class Curves(History):
     """A run's surviving curves (frames indexed 0.., sorted by step) and its history.
 
     train: step, loss, grad_norm, lr, tokens_per_sec, mfu, tokens, time, launch.
-    evals: step, loss, time, launch. source_evals: the same of each source, {} without sources.
+    evals: step, loss, bpb, bpb_estimated, time, launch. source_evals: the same of each source, without
+    bpb; {} without sources.
     """
 
     train: pd.DataFrame
@@ -88,12 +90,21 @@ def facts(curves: Curves) -> dict[str, Any]:
         "train_loss": train["loss"].dropna().iloc[-1] if train["loss"].notna().any() else None,
         "loss_from": evals.iloc[0] if len(evals) else None,
         "loss_to": evals.iloc[-1] if len(evals) else None,
+        "bits_per_byte": _bits(curves.evals.dropna(subset=["loss"])),
         # The median: the first steps after a start are slow (compilation, cold caches).
         "tokens_per_sec": speed.median() if len(speed) else None,
         "mfu": mfu.median() if len(mfu) else None,
         "wall_sec": curves.wall_sec,
         "goodput": curves.goodput,
     }
+
+
+def _bits(evals: pd.DataFrame) -> BitsPerByte | None:
+    """Bits per byte of the last evaluation; None where bytes are not known."""
+    last = evals["bpb"].iloc[-1] if len(evals) else nan
+    if isnan(last):
+        return None
+    return BitsPerByte(float(last), bool(evals["bpb_estimated"].iloc[-1] == 1))
 
 
 def _last_step(curves: Curves) -> int | None:
@@ -130,8 +141,9 @@ def _by_source(lines: Sequence[Line]) -> dict[str, list[Line]]:
     """The lines of evaluations with the loss of one source, by source."""
     by_source: dict[str, list[Line]] = defaultdict(list)
     for line in lines:
-        for name, loss in (getattr(line, "sources", None) or {}).items():
-            by_source[name].append(replace(line, loss=loss))
+        if isinstance(line, EvalLine):
+            for name, loss in (line.sources or {}).items():
+                by_source[name].append(replace(line, loss=loss, bpb=None, bpb_estimated=None))
     return by_source
 
 

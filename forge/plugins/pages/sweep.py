@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 from statistics import fmean, stdev
@@ -14,6 +14,7 @@ from forge.plugins.pages.comparison import FACTS, NONE, ComparedRow, ComparedRun
 from forge.reporting.run_state import COLORS
 
 SEED = "train.seed"
+LOSS, BITS = FACTS["validation_loss"].label, FACTS["bits_per_byte"].label
 # Digests of tokenizer and tokens, which follow from keys and files; a note is in place of their columns.
 IDS = "ids."
 # Sections of a config that make the tokens, by which a loss per token is measured.
@@ -45,17 +46,18 @@ class SweepSetting:
     @property
     def losses(self) -> list[float]:
         """The validation losses that are known."""
-        return [loss for run in self.runs if (loss := loss_of(run)) is not None]
+        return self.values(loss_of)
 
-    @property
-    def mean(self) -> float | None:
-        return fmean(self.losses) if self.losses else None
+    def values(self, of: Callable[[ComparedRun], float | None]) -> list[float]:
+        """The numbers that are known of the runs."""
+        return [value for run in self.runs if (value := of(run)) is not None]
 
 
 @dataclass(frozen=True)
 class Sweep:
     """The tables of a sweep. settings: best first; as many as runs where no two differ in the seed alone.
 
+    sorted_by: the label of the number by which runs and settings are sorted.
     means: columns with a text for each setting, [] where settings are runs. columns: with a text for each
     of `runs`, which are sorted. shared: label and text of what is equal for all. notes: what to know
     before losses are compared.
@@ -63,6 +65,7 @@ class Sweep:
 
     runs: list[ComparedRun]
     settings: list[SweepSetting]
+    sorted_by: str
     means: list[Column]
     columns: list[Column]
     shared: list[tuple[str, str]]
@@ -81,28 +84,48 @@ def loss_of(run: ComparedRun) -> float | None:
     return float(loss) if loss is not None and isfinite(loss) else None
 
 
+def bits_of(run: ComparedRun) -> float | None:
+    """The last validation loss in bits per byte of text; None where it is not known."""
+    bits = run.facts["bits_per_byte"]
+    return bits.value if bits is not None and isfinite(bits.value) else None
+
+
 def sweep_of(compared: Comparison) -> Sweep:
     """The runs of a comparison as a sweep."""
-    order = sorted(range(len(compared.runs)), key=lambda n: _rank(loss_of(compared.runs[n])))
+    by = _order_of(compared.runs)
+    order = sorted(range(len(compared.runs)), key=lambda n: _rank(by(compared.runs[n])))
     runs = [compared.runs[number] for number in order]
     keys = _in_order(compared.keys, order)
     shown_keys = [row for row in keys if not row.label.startswith(IDS)]
     heads = _heads(row.label for row in shown_keys)
     key_columns = [Column(heads[row.label], row.label, row.texts, True) for row in shown_keys]
-    settings = _settings(runs, keys, heads)
+    settings = _settings(runs, keys, heads, by)
     results = [_column(row) for row in _in_order(compared.results, order) if row.head]
     scores = [_column(row) for row in _in_order(compared.scores, order)]
-    first = [c for label in ("validation loss", "state") for c in results if c.label == label]
+    measured = (LOSS, BITS) if by is loss_of else (BITS, LOSS)
+    first = [c for label in (*measured, "state") for c in results if c.label == label]
     others = [column for column in results if column not in first]
     columns = [*first, *key_columns, *scores, *others]
-    equal = [c for c in columns if len(set(c.texts)) == 1 and c.label != "validation loss"]
+    equal = [c for c in columns if len(set(c.texts)) == 1 and c.label not in measured]
     return Sweep(
         runs,
         settings,
+        measured[0],
         _means(settings, key_columns, runs) if len(settings) < len(runs) else [],
         [column for column in columns if column not in equal],
         [(column.label, column.texts[0]) for column in equal if column.texts[0] != NONE],
-        _notes(keys),
+        _notes(runs, keys),
+    )
+
+
+def _order_of(runs: Sequence[ComparedRun]) -> Callable[[ComparedRun], float | None]:
+    """The number that sorts runs: bits per byte where all have them, of the same text, but with different
+    tokens; else the loss."""
+    texts = {run.validation_text for run in runs}
+    tokens = {str([v for k, v in run.config.items() if k.startswith(IDS)]) for run in runs}
+    has_bits = all(bits_of(run) is not None for run in runs)
+    return (
+        bits_of if len(tokens) > 1 and len(texts) == 1 and "" not in texts and has_bits else loss_of
     )
 
 
@@ -131,7 +154,10 @@ def _heads(keys: Iterable[str]) -> dict[str, str]:
 
 
 def _settings(
-    runs: Sequence[ComparedRun], keys: Sequence[ComparedRow], heads: dict[str, str]
+    runs: Sequence[ComparedRun],
+    keys: Sequence[ComparedRow],
+    heads: dict[str, str],
+    by: Callable[[ComparedRun], float | None],
 ) -> list[SweepSetting]:
     """Runs with equal texts in all keys but the seed, best first."""
     others = [row for row in keys if row.label != SEED]
@@ -142,7 +168,8 @@ def _settings(
         SweepSetting(_name(texts, others, heads) if len(members) < len(runs) else own[0].name, own)
         for texts, own in members.items()
     ]
-    return sorted(settings, key=lambda setting: _rank(setting.mean))
+    means = {id(setting): fmean(setting.values(by) or [inf]) for setting in settings}
+    return sorted(settings, key=lambda setting: means[id(setting)])
 
 
 def _name(texts: Sequence[str], keys: Sequence[ComparedRow], heads: dict[str, str]) -> str:
@@ -163,12 +190,18 @@ def _means(
         if key.label != SEED
     ]
     loss = [_mean_text(setting.losses) for setting in settings]
+    bits = [_mean_text(setting.values(bits_of)) for setting in settings]
     measured = [f"{len(setting.losses)} of {len(setting.runs)}" for setting in settings]
     count = [m if m.split()[0] != m.split()[-1] else m.split()[0] for m in measured]
     steps = [_between({run.facts["step"] for run in setting.runs}) for setting in settings]
     columns = [
         *of_setting,
-        Column("validation loss", "validation loss", loss),
+        Column(LOSS, LOSS, loss),
+        *(
+            [Column(FACTS["bits_per_byte"].head, BITS, bits)]
+            if any(b != NONE for b in bits)
+            else []
+        ),
         Column("runs", "runs with a loss", count),
         Column("step", "step", steps),
     ]
@@ -200,17 +233,24 @@ def _between(steps: set[Any]) -> str:
     return f"{known[0]:,}" if len(known) == 1 else f"{known[0]:,}–{known[-1]:,}"
 
 
-def _notes(keys: Sequence[ComparedRow]) -> list[str]:
+def _notes(runs: Sequence[ComparedRun], keys: Sequence[ComparedRow]) -> list[str]:
     """Warnings about losses that do not compare."""
     differ = [row.label for row in keys if row.label.startswith(OF_TOKENS)]
     if not differ:
         return []
     named = [key for key in differ if not key.startswith(IDS)]
     cause = f" ({', '.join(named)})" if named else ": text of another kind, or changed files"
-    return [
-        f"these runs do not all have the same tokens{cause}; a loss per token compares only"
-        " runs with the same tokenizer and the same validation text"
-    ]
+    tokens = f"these runs do not all have the same tokens{cause}"
+    texts = {run.validation_text for run in runs}
+    if "" in texts:
+        text = "and it is not known of all of them whether they have the same validation text"
+    elif len(texts) > 1:
+        text = "and have different validation text: neither losses nor bits per byte compare"
+    elif any(bits_of(run) is None for run in runs):
+        text = "and not all have a loss in bits per byte, as runs of earlier versions"
+    else:
+        text = "but the same validation text: compare bits per byte, not losses per token"
+    return [f"{tokens}, {text}"]
 
 
 # --- on a terminal --------------------------------------------------------------------------------

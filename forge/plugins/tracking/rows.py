@@ -118,7 +118,7 @@ def values_of(line: Line) -> dict[str, float]:
     if isinstance(line, TrainLine):
         values = {f"train/{name}": getattr(line, name) for name in OF_A_STEP}
     elif isinstance(line, EvalLine):
-        values = {"val/loss": line.loss}
+        values = {"val/loss": line.loss, "val/bits_per_byte": line.bpb}
         values |= {f"val/loss/{name}": loss for name, loss in (line.sources or {}).items()}
     else:
         values = {"train/step": line.step}

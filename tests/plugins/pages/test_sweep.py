@@ -9,12 +9,14 @@ from statistics import fmean, stdev
 from typing import Any
 
 import pytest
+from support import shards
 from support.manifests import IDS
 from support.recorded_run import RecordedRun, score_words
 
 from forge.core.config import ResolvedConfig
 from forge.core.files import write_json
-from forge.core.paths import RunPaths
+from forge.core.paths import MANIFEST, RunPaths, tokens_folder
+from forge.data.shards import ShardManifest
 from forge.plugins.pages.compare import MOST_COLUMNS, compare
 from forge.plugins.pages.comparison import comparison
 from forge.plugins.pages.sweep import Sweep, sweep_of
@@ -98,6 +100,60 @@ def test_changed_corpus_is_another_setting_and_is_told(tmp_path):
     ]
     assert "do not all have the same tokens" in sweep.notes[0]
     assert "ids.tokens" not in texts(sweep.columns)
+
+
+def of_tokenizers(
+    root: Path, bits: dict[str, float], *, estimated: bool | None = None
+) -> list[RunPaths]:
+    """Two runs for each tokens id, with this loss in bits per byte, and the lower loss per token where
+    that is higher. The tokens of all have the same text."""
+    made = []
+    for number, (tokens, bpb) in enumerate(bits.items()):
+        folder = tokens_folder(root / "data", tokens)
+        folder.mkdir(parents=True)
+        shards.make(folder)
+        for seed in (0, 1):
+            run = train(
+                root / f"{tokens[0]}{seed}",
+                None,
+                data=str(root / "data"),
+                ids=IDS.model_copy(update={"tokens": tokens}),
+                tokenizer={"vocab_size": 300 + number},
+                train={"seed": seed},
+            )
+            run.launch(0)
+            flag = {"bpb_estimated": estimated} if seed else {}
+            run.metric("eval", 300, loss=6 - bpb, bpb=bpb + seed / 100, **flag)
+            run.save(300)
+            made.append(run.paths)
+    return made
+
+
+def test_runs_of_two_tokenizers_on_one_text_are_sorted_by_bits_per_byte(tmp_path):
+    runs = of_tokenizers(tmp_path, {"e" * 12: 2.0, "f" * 12: 1.5}, estimated=True)
+    sweep = swept(runs)
+    assert texts(sweep.columns)["bits per byte of text"] == [
+        "1.5000",
+        "~1.5100",
+        "2.0000",
+        "~2.0100",
+    ]
+    assert texts(sweep.means)["bits per byte of text"][0] == "1.5050 ± 0.0071"
+    assert sweep.sorted_by == "bits per byte of text"
+    assert "the same validation text: compare bits per byte" in sweep.notes[0]
+
+
+def test_other_validation_text_is_said_and_sorts_by_the_loss(tmp_path):
+    runs = of_tokenizers(tmp_path, {"e" * 12: 2.0, "f" * 12: 1.5})
+    manifest = tokens_folder(tmp_path / "data", "f" * 12) / MANIFEST
+    changed = ShardManifest.read(manifest).model_copy(update={"settings": {"val_fraction": 0.2}})
+    changed.write(manifest)
+    sweep = swept(runs)
+    assert sweep.sorted_by == "validation loss"
+    assert [run.name[0] for run in sweep.runs] == ["e", "e", "f", "f"]
+    assert "different validation text: neither losses nor bits per byte compare" in sweep.notes[0]
+    manifest.unlink()
+    assert "it is not known of all of them" in swept(runs).notes[0]
 
 
 def test_run_without_a_loss_is_the_last_row_and_is_counted(runs, tmp_path):

@@ -45,11 +45,11 @@ def test_row_is_complete_when_a_later_step_follows_or_training_is_over(paths):
 def test_validation_loss_of_each_source_is_a_number_of_its_own(paths):
     sources = {"code": 2.5, "docs": 4.5}
     metrics.write(paths.metrics, EvalLine(launch="a", step=1, loss=3.5, sources=sources))
-    metrics.write(paths.metrics, EvalLine(launch="a", step=2, loss=3.4))
+    metrics.write(paths.metrics, EvalLine(launch="a", step=2, loss=3.4, bpb=1.25))
     assert "sources" not in paths.metrics.read_text().splitlines()[1]
     first, second = Rows(paths).new(is_over=True)
     assert first.values == {"val/loss": 3.5, "val/loss/code": 2.5, "val/loss/docs": 4.5}
-    assert second.values == {"val/loss": 3.4}
+    assert second.values == {"val/loss": 3.4, "val/bits_per_byte": 1.25}
 
 
 def test_half_written_last_line_is_read_when_it_is_complete(paths):

@@ -1,0 +1,126 @@
+"""Bytes of the original text that token ids stand for, by which losses of different tokenizers compare.
+
+`forge tokenize` writes beside each validation shard a file with the ending `.bytes`, outside of all
+digests: for each id the bytes of text that it stands for, little-endian uint32. A character that is
+divided among ids counts at the last of them. Text that the tokenizer loses counts at the id after it, or
+at the last one of its document. The id that ends a document counts 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forge.core.errors import ForgeError
+from forge.core.paths import STATISTICS, tokenizer_folder
+from forge.data.encoders import NoFastEncoder
+from forge.data.lost_text import Spelling, keeps_all_text
+from forge.data.sample_order import spread_evenly
+from forge.data.shards import Bytes, Ids, Shard, ShardSet
+from forge.data.sources import Tokens
+from forge.data.statistics import Statistics, TextBytes, read_statistics
+from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
+
+
+class ByteCounter:
+    """Counts the bytes of text of each id of a document."""
+
+    def __init__(self, tokenizer: LoadedTokenizer, spelling: Spelling) -> None:
+        self._tokenizer = tokenizer
+        self._spelled = _spelled_bytes(spelling, tokenizer.eos_id)
+        self._keeps_all = keeps_all_text(tokenizer)
+
+    def __call__(self, document: str, ids: Ids) -> Bytes:
+        """Bytes of each id, and of the end of the document: shape [len(ids) + 1]. NoFastEncoder where
+        tokenizers has other ids for the document."""
+        text = np.frombuffer(document.encode(), np.uint8)
+        ends = np.cumsum(self._spelled[ids])
+        if not (self._keeps_all and ends[-1:] == len(text)):  # else a normalizer changed the text
+            ends = self._ends_by_offsets(document, ids)
+        ends = _starts_of_characters(text)[ends]
+        ends[-1:] = len(text)
+        return np.diff(ends, prepend=0, append=len(text)).astype(np.uint32)
+
+    def _ends_by_offsets(self, document: str, ids: Ids) -> NDArray[np.int64]:
+        """Number of bytes before the end of each id's text, or before the next id's, which comes earlier
+        where both have a part of a character."""
+        encoding = self._tokenizer.encoding(document)
+        if not np.array_equal(encoding.ids, ids):
+            reason = f"gigatoken gives other ids than tokenizers for a text with {document[:40]!r}"
+            raise NoFastEncoder(reason, gives_other_ids=True)
+        starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        ends[:-1] = np.minimum(ends[:-1], starts[1:])
+        codes = np.frombuffer(document.encode("utf-32-le"), np.uint32)
+        widths = 1 + (codes > 0x7F) + (codes > 0x7FF) + (codes > 0xFFFF)
+        return np.cumsum(np.append(0, widths))[np.maximum.accumulate(ends)]
+
+
+def _starts_of_characters(text: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """For each position in a text in UTF-8, its end too, the start of the character that it is in."""
+    inside = np.append((text & 0xC0) == 0x80, False)
+    return np.maximum.accumulate(np.where(inside, 0, np.arange(len(inside))))
+
+
+def _spelled_bytes(spelling: Spelling, eos_id: int) -> NDArray[np.int64]:
+    """Bytes that each id spells, by the vocabulary alone: shape [vocab_size]."""
+    spelled = zip(spelling.characters, spelling.bytes, strict=True)
+    sizes = np.array([len(text.encode()) + len(rest) for text, rest in spelled], np.int64)
+    sizes[eos_id] = 0
+    return sizes
+
+
+# --- validation windows -----------------------------------------------------------------------------
+
+
+def by_source(tokens: Tokens, data: str, seq_len: int, count: int) -> dict[str, TextBytes]:
+    """Targets and bytes, by source, of the windows that `loader.eval_batches` takes for this `count`.
+
+    They are kept in statistics.json of each source. Without `.bytes` files, as for files of ids, bytes
+    are estimated by the vocabulary. data: the directory of tokenizers and tokens. Raises DataError.
+    """
+    return {name: _kept(one, data, seq_len, count) for name, one in tokens.by_source.items()}
+
+
+def _kept(shards: ShardSet, data: str, seq_len: int, count: int) -> TextBytes:
+    statistics, key = read_statistics(shards.folder) or Statistics(), f"{count}x{seq_len}"
+    if found := statistics.validation.get(key):
+        return found
+    found = _measured(shards, data, seq_len, count)
+    kept = {"validation": statistics.validation | {key: found}}
+    with suppress(ForgeError):  # a directory that is only read
+        statistics.model_copy(update=kept).write(shards.folder / STATISTICS)
+    return found
+
+
+def _measured(shards: ShardSet, data: str, seq_len: int, count: int) -> TextBytes:
+    sizes = [_written_bytes(shard) for shard in shards.val]
+    estimated = any(size is None for size in sizes)
+    if estimated:
+        tokenizer = load_tokenizer(tokenizer_folder(data, shards.manifest.tokenizer_id))
+        spelled = _spelled_bytes(Spelling(tokenizer), tokenizer.eos_id)
+    targets = total = 0
+    for number, where in _targets(shards.val, seq_len, count):
+        size = spelled[shards.val[number].read()[where]] if estimated else sizes[number][where]
+        targets, total = targets + len(size), total + int(size.sum())
+    return TextBytes(targets=targets, bytes=total, estimated=estimated)
+
+
+def _targets(shards: list[Shard], seq_len: int, count: int) -> Iterator[tuple[int, slice]]:
+    """(shard, place of its targets) of each window."""
+    ends = np.cumsum([shard.num_windows(seq_len) for shard in shards])
+    for index in spread_evenly(int(ends[-1]), count):
+        number = int(ends.searchsorted(index, side="right"))
+        first = int(index - (ends[number - 1] if number else 0)) * seq_len + 1
+        yield number, slice(first, first + seq_len)
+
+
+def _written_bytes(shard: Shard) -> Any:
+    """The `.bytes` file of a shard; None where it is missing or of another size."""
+    path = shard.bytes_path
+    if not path.is_file() or path.stat().st_size != 4 * shard.num_tokens:
+        return None
+    return np.memmap(path, np.dtype("<u4"), mode="r", shape=(shard.num_tokens,))
