@@ -16,8 +16,9 @@ import numpy as np
 import torch
 
 from forge.core.mix import MixStage
-from forge.data.loader import Loader, Windows
+from forge.data.loader import Loader
 from forge.data.sample_order import MixedOrder
+from forge.data.windows import Windows
 
 NUM_TOKENS = 50_000_000
 

@@ -1,71 +1,28 @@
-"""Loader: windows of tokens, and the batch of each step, exact after a resume and with any world size.
+"""Loader: the batch of each step, exact after a resume and with any world size.
 
-A sample is a window of seq_len + 1 tokens of one shard; windows start at multiples of seq_len. The
-position in the data is one number: sample g of the run is window permute(g mod n) of epoch g div n,
-where n is the number of windows; with several sources `data.sample_order` says which window it is. Step s
-trains on batch s. So a checkpoint needs no loader state.
+A sample is a window (`data.windows`). The position in the data is one number: sample g of the run is
+window permute(g mod n) of epoch g div n, where n is the number of windows; with several sources
+`data.sample_order` says which window it is. Step s trains on batch s. So a checkpoint needs no loader
+state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 
-from forge.core.errors import DataError
 from forge.core.train_settings import samples_per_rank
 from forge.data.sample_order import MixedOrder, in_epochs, spread_evenly
-from forge.data.shards import Shard, Split
-from forge.data.sources import Tokens
+from forge.data.windows import Windows
 
 # Number of samples whose order is computed at a time: a call costs 0.2 ms, a sample 0.06 us.
 SAMPLES_AT_ONCE = 2**14
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-
-
-class Windows:
-    """All windows of seq_len + 1 tokens in the shards, with consecutive indices.
-
-    Raises DataError when no shard has one. split: the name of the shards in that message.
-    """
-
-    def __init__(self, shards: Sequence[Shard], seq_len: int, *, split: str = "train") -> None:
-        counts = [shard.num_windows(seq_len) for shard in shards]
-        self.ends = np.cumsum(counts)
-        self.starts = self.ends - counts
-        self.num_samples = sum(counts)
-        self.seq_len = seq_len
-        if not self.num_samples:
-            longest = max((shard.num_tokens for shard in shards), default=0)
-            raise DataError(
-                f"no {split} shard holds one sequence: train.seq_len is {seq_len} and needs "
-                f"{seq_len + 1} tokens, the longest of {len(shards)} shards has {longest}",
-                cause="the corpus is too small, or almost all of it went to the other split",
-                fix="add text, lower train.seq_len or change tokenize.val_fraction",
-            )
-        self._views = [
-            _window_view(shard.read(), seq_len) if count else None
-            for shard, count in zip(shards, counts, strict=True)
-        ]
-
-    def gather(self, indices: np.ndarray) -> np.ndarray:
-        """The windows with these indices, in this order, as int64 [len(indices), seq_len + 1]."""
-        windows = np.empty((len(indices), self.seq_len + 1), np.int64)
-        shard_of = self.ends.searchsorted(indices, side="right")
-        for shard in set(shard_of.tolist()):
-            rows = shard_of == shard
-            windows[rows] = self._views[shard][indices[rows] - self.starts[shard]]
-        return windows
-
-
-def _window_view(tokens: np.ndarray, seq_len: int) -> np.ndarray:
-    """The windows of a shard as overlapping rows of a view, without copying or reading tokens."""
-    plain = np.asarray(tokens)  # slicing a memmap costs microseconds each time
-    return np.lib.stride_tricks.sliding_window_view(plain, seq_len + 1)[::seq_len]
 
 
 class Loader:
@@ -140,32 +97,6 @@ def split(windows: np.ndarray) -> Any:
     """Split windows [B, seq_len + 1] into inputs and targets, int64 [B, seq_len] each."""
     tokens = torch.from_numpy(windows)
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def windows_by_source(tokens: Tokens, split: Split, seq_len: int) -> dict[str, Windows]:
-    """The windows of a split, sorted by source; a single corpus has no name. DataError where a source has
-    none."""
-    return {
-        name: Windows(getattr(shards, split), seq_len, split=f"{name} {split}".strip())
-        for name, shards in tokens.by_source.items()
-    }
-
-
-def joined_windows(tokens: Tokens, seq_len: int) -> Windows:
-    """The windows of all training splits, numbered through the sources."""
-    shards = [shard for of_source in tokens.by_source.values() for shard in of_source.train]
-    return Windows(shards, seq_len)
-
-
-def spread_over_sources(windows: Mapping[str, Windows], numbers: np.ndarray) -> np.ndarray:
-    """A window for each number, from all sources in turn, int64 [len(numbers), seq_len + 1]. A source
-    that has no more windows begins again."""
-    of_source = list(windows.values())
-    rows = []
-    for number in numbers.tolist():
-        turn, source = divmod(number, len(of_source))
-        rows.append(of_source[source].gather(np.array([turn % of_source[source].num_samples])))
-    return np.concatenate(rows)
 
 
 class Prefetcher:

@@ -19,7 +19,7 @@ from forge.core.paths import RunPaths
 from forge.core.provenance import versions
 from forge.core.records import BitsPerByte
 from forge.core.terminal import say
-from forge.data.loader import Windows, windows_by_source
+from forge.data.windows import Windows, windows_by_source
 from forge.hosts.lock import check_held
 from forge.launch.lost_ranks import note_gpu_error, of_gpu_error
 from forge.launch.process_group import World, collectives, dump_collectives, is_peer_loss

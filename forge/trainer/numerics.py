@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from forge.data.loader import Windows, spread_over_sources
+from forge.data.windows import Windows, spread_over_sources
 
 # Samples in the reference batch of a rank: enough to detect a wrong weight, cheap in a stop before the
 # time limit.

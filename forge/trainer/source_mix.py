@@ -14,10 +14,10 @@ from forge.core.config import ResolvedConfig
 from forge.core.mix import MixStage, stage_at, stages
 from forge.core.records import BitsPerByte
 from forge.core.train_settings import Train
-from forge.data.loader import windows_by_source
 from forge.data.sample_order import MixedOrder
 from forge.data.sources import SourceSet, Tokens
 from forge.data.statistics import TextBytes
+from forge.data.windows import windows_by_source
 
 
 @dataclass(frozen=True)

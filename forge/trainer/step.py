@@ -15,9 +15,10 @@ import torch
 
 from forge.core import failpoints
 from forge.core.train_settings import Train
-from forge.data.loader import Loader, Prefetcher, joined_windows
+from forge.data.loader import Loader, Prefetcher
 from forge.data.sample_order import MixedOrder
 from forge.data.sources import Tokens
+from forge.data.windows import joined_windows
 from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, named
 from forge.launch.stop_signal import CAUSES

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from forge.checkpoint.manifest import ReferenceLosses
-from forge.data.loader import Windows, eval_batches, split
+from forge.data.loader import eval_batches, split
+from forge.data.windows import Windows
 from forge.trainer.numerics import REFERENCE_SAMPLES, reference_batch
 from forge.trainer.parallel import ParallelModel
 

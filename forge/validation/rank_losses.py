@@ -12,8 +12,9 @@ import torch
 
 from forge.checkpoint import storage
 from forge.core.config import ResolvedConfig
-from forge.data.loader import Windows, eval_batches, split, windows_by_source
+from forge.data.loader import eval_batches, split
 from forge.data.sources import Tokens, open_tokens
+from forge.data.windows import Windows, windows_by_source
 from forge.launch.process_group import World
 from forge.launch.rank_records import LossesResult, LossesTask, RankRecord
 from forge.trainer.documents import find_documents

@@ -23,8 +23,9 @@ from forge.core import file_list
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import read_json, write_json
 from forge.core.paths import tokens_folder
-from forge.data.loader import split, windows_by_source
+from forge.data.loader import split
 from forge.data.sources import open_tokens
+from forge.data.windows import windows_by_source
 from forge.trainer import export as export_module
 from forge.trainer.models.decoder import Decoder
 from forge.trainer.numerics import reference_batch

@@ -20,8 +20,9 @@ from support.saved import make_digests_right, state_of
 from forge.checkpoint import resume, storage
 from forge.core.config import load_config
 from forge.core.errors import Exit
-from forge.data.loader import Loader, Windows
+from forge.data.loader import Loader
 from forge.data.shards import ShardSet
+from forge.data.windows import Windows
 from forge.reporting.summary import summarize
 
 FIRST, GOAL = 2, 16

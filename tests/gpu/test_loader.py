@@ -10,8 +10,9 @@ from support.gpu import make_step
 
 from forge.core.models.llama import Llama
 from forge.core.train_settings import Train
-from forge.data.loader import Loader, Prefetcher, joined_windows
+from forge.data.loader import Loader, Prefetcher
 from forge.data.sources import open_tokens
+from forge.data.windows import joined_windows
 
 STEPS, WARM_UP = 24, 4
 

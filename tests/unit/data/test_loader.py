@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forge.core.errors import ConfigError, DataError
-from forge.data.loader import Loader, Windows, eval_batches
+from forge.data.loader import Loader, eval_batches
 from forge.data.sample_order import permute
+from forge.data.windows import Windows
 
 # A test that waits for a busy machine is not a failure.
 unhurried = settings(max_examples=50)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from support import shards
 
-from forge.data.loader import Loader, Prefetcher, Windows
+from forge.data.loader import Loader, Prefetcher
+from forge.data.windows import Windows
 
 
 @pytest.fixture

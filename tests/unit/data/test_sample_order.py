@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from forge.core.errors import ConfigError, DataError
 from forge.core.mix import MixStage
-from forge.data.loader import Loader, Windows, windows_by_source
+from forge.data.loader import Loader
 from forge.data.sample_order import MixedOrder
 from forge.data.shards import Shard
+from forge.data.windows import Windows, windows_by_source
 
 unhurried = settings(max_examples=25)
 WEIGHTS = st.one_of(st.just(0.0), st.floats(0.001, 10), st.integers(1, 9).map(float))
