@@ -371,7 +371,7 @@ class BitsPerByte(NamedTuple):
 
     @classmethod
     def of(cls, recorded: Any) -> Self | None:
-        """Of a record with the keys of `keys`; None where bytes are not known."""
+        """Read it from a record with the keys of `keys`; None where bytes are not known."""
         return None if recorded.bpb is None else cls(recorded.bpb, bool(recorded.bpb_estimated))
 
     @staticmethod

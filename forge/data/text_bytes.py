@@ -8,22 +8,23 @@ at the last one of its document. The id that ends a document counts 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from forge.core.errors import ForgeError
-from forge.core.paths import STATISTICS, tokenizer_folder
+from forge.core.config import ResolvedConfig
+from forge.core.errors import DataError, ForgeError
+from forge.core.paths import STATISTICS, tokenizer_folder, tokens_folder
 from forge.data.encoders import NoFastEncoder
 from forge.data.lost_text import Spelling, keeps_all_text
 from forge.data.sample_order import spread_evenly
 from forge.data.shards import Bytes, Ids, Shard, ShardSet
-from forge.data.sources import Tokens
+from forge.data.sources import Tokens, open_tokens
 from forge.data.statistics import Statistics, TextBytes, read_statistics
 from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
+from forge.data.windows import Windows
 
 
 class ByteCounter:
@@ -76,6 +77,16 @@ def _spelled_bytes(spelling: Spelling, eos_id: int) -> NDArray[np.int64]:
 # --- validation windows -----------------------------------------------------------------------------
 
 
+def of_run(config: ResolvedConfig) -> dict[str, TextBytes]:
+    """Bytes of the windows on which a run is evaluated, as `by_source`; {} where its tokens cannot be
+    read: ranks may have copies, and say what is wrong with them."""
+    try:
+        tokens = open_tokens(tokens_folder(config.data, config.ids.tokens))
+        return by_source(tokens, config.data, config.train.seq_len, config.train.eval_samples)
+    except DataError:
+        return {}
+
+
 def by_source(tokens: Tokens, data: str, seq_len: int, count: int) -> dict[str, TextBytes]:
     """Targets and bytes, by source, of the windows that `loader.eval_batches` takes for this `count`.
 
@@ -97,25 +108,19 @@ def _kept(shards: ShardSet, data: str, seq_len: int, count: int) -> TextBytes:
 
 
 def _measured(shards: ShardSet, data: str, seq_len: int, count: int) -> TextBytes:
-    sizes = [_written_bytes(shard) for shard in shards.val]
-    estimated = any(size is None for size in sizes)
+    sizes = {shard.path: _written_bytes(shard) for shard in shards.val}
+    estimated = any(size is None for size in sizes.values())
     if estimated:
         tokenizer = load_tokenizer(tokenizer_folder(data, shards.manifest.tokenizer_id))
         spelled = _spelled_bytes(Spelling(tokenizer), tokenizer.eos_id)
-    targets = total = 0
-    for number, where in _targets(shards.val, seq_len, count):
-        size = spelled[shards.val[number].read()[where]] if estimated else sizes[number][where]
-        targets, total = targets + len(size), total + int(size.sum())
-    return TextBytes(targets=targets, bytes=total, estimated=estimated)
-
-
-def _targets(shards: list[Shard], seq_len: int, count: int) -> Iterator[tuple[int, slice]]:
-    """(shard, place of its targets) of each window."""
-    ends = np.cumsum([shard.num_windows(seq_len) for shard in shards])
-    for index in spread_evenly(int(ends[-1]), count):
-        number = int(ends.searchsorted(index, side="right"))
-        first = int(index - (ends[number - 1] if number else 0)) * seq_len + 1
-        yield number, slice(first, first + seq_len)
+    windows = Windows(shards.val, seq_len, split="val")
+    chosen = spread_evenly(windows.num_samples, count)
+    total = 0
+    for shard, first in map(windows.place, chosen):
+        targets = slice(first + 1, first + 1 + seq_len)
+        of_ids = spelled[shard.read()[targets]] if estimated else sizes[shard.path][targets]
+        total += int(of_ids.sum())
+    return TextBytes(targets=len(chosen) * seq_len, bytes=total, estimated=estimated)
 
 
 def _written_bytes(shard: Shard) -> Any:

@@ -1,5 +1,5 @@
-"""Windows of tokens: what a sample is. A window has seq_len + 1 tokens of one shard, and windows start at
-multiples of seq_len. Imports no torch."""
+"""Windows of tokens, which are the samples of a run: seq_len + 1 tokens of one shard, from each multiple
+of seq_len on. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from forge.data.sources import Tokens
 class Windows:
     """All windows of seq_len + 1 tokens in the shards, with consecutive indices.
 
-    Raises DataError when no shard has one. split: the name of the shards in that message.
+    Raises DataError where no shard has one. split: the name of the shards in that message.
     """
 
     def __init__(self, shards: Sequence[Shard], seq_len: int, *, split: str = "train") -> None:
@@ -32,10 +32,16 @@ class Windows:
                 cause="the corpus is too small, or almost all of it went to the other split",
                 fix="add text, lower train.seq_len or change tokenize.val_fraction",
             )
+        self.shards = shards
         self._views = [
             _window_view(shard.read(), seq_len) if count else None
             for shard, count in zip(shards, counts, strict=True)
         ]
+
+    def place(self, index: int) -> tuple[Shard, int]:
+        """Shard of a window, and its first token there."""
+        number = int(self.ends.searchsorted(index, side="right"))
+        return self.shards[number], int(index - self.starts[number]) * self.seq_len
 
     def gather(self, indices: np.ndarray) -> np.ndarray:
         """The windows with these indices, in this order, as int64 [len(indices), seq_len + 1]."""

@@ -21,7 +21,6 @@ from forge.core.terminal import say
 from forge.data import text_bytes
 from forge.data.lossy_tokenizer import check_tokenizer
 from forge.data.sources import digests_by_source, open_tokens
-from forge.data.statistics import TextBytes
 from forge.hosts.placement import Placement, WorldLayout
 from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.rank_records import RankRecord, TrainTask
@@ -142,7 +141,7 @@ class ForgeTrainer(ForgeRun):
             environment=placement.recorded_environment(),
             interruptions=known_at_launch(self.config, self.paths, start.job),
             threads=self._threads(),
-            text_bytes=self._text_bytes(),
+            text_bytes=text_bytes.of_run(self.config),
         )
         return run_ranks(
             task,
@@ -153,17 +152,6 @@ class ForgeTrainer(ForgeRun):
             python=start.staged.interpreter,
             checkpoint=files,
         )
-
-    def _text_bytes(self) -> dict[str, TextBytes]:
-        """Bytes of the validation windows by source; {} where the shared tokens cannot be read."""
-        config = self.config
-        try:
-            tokens = open_tokens(tokens_folder(config.data, config.ids.tokens))
-            return text_bytes.by_source(
-                tokens, config.data, config.train.seq_len, config.train.eval_samples
-            )
-        except DataError:
-            return {}  # staged copies may be left; ranks say what is wrong with them
 
     def _threads(self) -> int | None:
         """Threads a rank with which CPUs have made the checkpoint to resume from."""

@@ -8,7 +8,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 from forge.checkpoint import storage
 from forge.checkpoint.async_saver import Saver
@@ -17,7 +16,6 @@ from forge.core.config import ResolvedConfig
 from forge.core.errors import Exit, TrainingError
 from forge.core.paths import RunPaths
 from forge.core.provenance import versions
-from forge.core.records import BitsPerByte
 from forge.core.terminal import say
 from forge.data.windows import Windows, windows_by_source
 from forge.hosts.lock import check_held
@@ -32,10 +30,9 @@ from forge.trainer import metrics
 from forge.trainer.divergence import diverged, ended_by_spike
 from forge.trainer.numerics import device_name, numerics, prepare
 from forge.trainer.save_clock import SaveClock, told
-from forge.trainer.source_mix import bits_per_byte, losses_text, mean_loss
 from forge.trainer.start import Start, start_of_run, verified_tokens
 from forge.trainer.step import Agreement, Flags, LaunchedStep, StepResult
-from forge.trainer.validation_loss import reference_losses, validation_losses
+from forge.trainer.validation_loss import measured, reference_losses
 
 # Steps between two garbage collections. When Python chooses the moment, it differs from rank to rank, and
 # each time all ranks wait for one (torchtitan collects every 50 steps, too).
@@ -237,25 +234,17 @@ class Trainer:
     def evaluate(self) -> None:
         """Write the validation loss to metrics and event log. TrainingError if it is not finite."""
         started = time.perf_counter()
-        losses = validation_losses(self.parallel, self.val_windows)
-        if not all(map(math.isfinite, losses.values())):
-            raise self._diverged(f"validation loss {losses_text(losses)} is not finite")
+        mix = self.mix.at_start if self.mix else None
+        result = measured(self.parallel, self.val_windows, self.text_bytes, mix, self.step)
+        if not result.is_finite:
+            raise self._diverged(f"validation loss {result.by_source} is not finite")
         if self.world.rank.is_main:
-            mix = self.mix.at_start if self.mix else None
-            bpb = bits_per_byte(losses, self.text_bytes, mix, self.step)
-            measured: dict[str, Any] = {
-                "step": self.step,
-                "loss": mean_loss(losses, mix, self.step),
-                "sources": losses if mix else None,
-                **BitsPerByte.keys(bpb),
-            }
-            metrics.write(self.paths.metrics, metrics.EvalLine(launch=self.launch, **measured))
+            line = metrics.EvalLine(launch=self.launch, step=self.step, **result.keys)
+            metrics.write(self.paths.metrics, line)
             seconds = round(time.perf_counter() - started, 3)
             self.budget.measure_evaluation(seconds)
-            self._record(events.Eval(seconds=seconds, **measured))
-            by_source = f" ({losses_text(losses)})" if mix else ""
-            in_bits = f", {bpb}" if bpb else ""
-            say(f"step {self.step}: validation loss {measured['loss']:.4f}{by_source}{in_bits}")
+            self._record(events.Eval(seconds=seconds, step=self.step, **result.keys))
+            say(f"step {self.step}: validation loss {result}")
 
     # --- checkpoints ---------------------------------------------------------------------------
 

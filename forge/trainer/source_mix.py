@@ -168,8 +168,3 @@ def _shares(mix: MixAtStart, step: int) -> dict[str, float]:
     """Shares of the sources in the last of `step` steps, without those of 0."""
     shares = stage_at(mix.stages, max(step - 1, 0)).shares
     return {name: float(share) for name, share in shares.items() if share}
-
-
-def losses_text(losses: Mapping[str, float]) -> str:
-    """`code 2.1034, web 3.5120`; of a single corpus the loss alone."""
-    return ", ".join(f"{name} {loss:.4f}".strip() for name, loss in losses.items())

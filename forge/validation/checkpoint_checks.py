@@ -254,8 +254,8 @@ class CheckpointChecks(Checks):
             return {"depth": depth}
         return {
             "depth": depth,
-            "loss": model.loss,
-            **BitsPerByte.keys(model.bpb),
+            "loss": model.measured.loss if model.measured else None,
+            **BitsPerByte.keys(model.measured.bpb if model.measured else None),
             "weights_digest": model.weights_digest,
             "samples": model.samples,
         }

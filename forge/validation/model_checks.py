@@ -19,14 +19,15 @@ from forge.checkpoint.manifest import Numerics
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import grouped
-from forge.core.records import BitsPerByte, Sample, Trained
+from forge.core.records import Sample, Trained
 from forge.data import text_bytes
 from forge.hosts.network import available_cores
 from forge.launch.rank_records import LossesResult, LossesTask
 from forge.trainer import optim
 from forge.trainer.models.decoder import make_decoder
 from forge.trainer.numerics import REFERENCE_SAMPLES, prepare
-from forge.trainer.source_mix import MixAtStart, bits_per_byte, losses_text, mean_loss
+from forge.trainer.source_mix import MixAtStart
+from forge.trainer.validation_loss import Measured
 from forge.validation.estimates import MAX_RECOMPUTED, affordable, recomputed_ranks
 from forge.validation.rank_losses import LossEvaluator
 from forge.validation.replay import (
@@ -68,8 +69,7 @@ class ModelChecks:
         self._manifest = checkpoint.manifest
         self._gpus = visible_gpus(checkpoint)  # that are used; 0 after they have failed
         self._where = self._first_where()
-        self.loss: float | None = None
-        self.bpb: BitsPerByte | None = None
+        self.measured: Measured | None = None
         self.weights_digest: str | None = None
         self.samples: list[Sample] = []
 
@@ -255,17 +255,14 @@ class ModelChecks:
         if bad := [name for name in result.validation if name not in losses]:
             raise DataError(f"not finite {', '.join(bad)}".strip())
         mix = MixAtStart.recorded(self._checkpoint) if self._manifest.mix else None
-        self.loss = mean_loss(losses, mix, self._manifest.step)
         config = self._config
         sizes = text_bytes.by_source(
             self._data.shards, config.data, config.train.seq_len, num_samples
         )
-        self.bpb = bits_per_byte(losses, sizes, mix, self._manifest.step)
+        self.measured = Measured.of(losses, sizes, mix, self._manifest.step)
         self._continued = zip(report.prompts, prompts, result.samples, strict=True)
         tokens = sum(tokens for _, tokens in result.validation.values())
-        by_source = f" ({losses_text(losses)})" if mix else ""
-        in_bits = f", {self.bpb}," if self.bpb else ""
-        return f"{self.loss:.4f}{by_source}{in_bits} over {tokens:,} tokens{self._where}"
+        return f"{self.measured} over {tokens:,} tokens{self._where}"
 
     def sample(self) -> str:
         """The continuations of report.prompts, computed with the validation loss."""

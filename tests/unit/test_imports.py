@@ -49,7 +49,6 @@ TENSORS = {
     *(
         "trainer.parallel",
         "trainer.validation_loss",
-        "trainer.source_mix",
         "trainer.step",
         "trainer.start",
         "trainer.loop",

@@ -11,28 +11,24 @@ from hypothesis import strategies as st
 from forge.core.errors import ConfigError, DataError
 from forge.data.loader import Loader, eval_batches
 from forge.data.sample_order import permute
+from forge.data.shards import Shard
 from forge.data.windows import Windows
 
 # A test that waits for a busy machine is not a failure.
 unhurried = settings(max_examples=50)
 
 
-class Shard:
-    """The part of a token shard that the loader needs, on a file of its own."""
-
-    def __init__(self, path: Path, tokens: np.ndarray) -> None:
-        tokens.tofile(path)
-        self.path, self.dtype, self.num_tokens = path, tokens.dtype, len(tokens)
-
-    def read(self) -> np.ndarray:
-        return np.memmap(self.path, self.dtype, "r")
+def shard(path: Path, tokens: np.ndarray) -> Shard:
+    """A shard without a manifest."""
+    tokens.tofile(path)
+    return Shard(path, len(tokens), tokens.dtype)
 
 
 def shards_of(folder: Path, *lengths: int, dtype: type = np.uint16) -> list[Shard]:
     """Shards whose tokens count on from one to the next, so that each token names its place."""
     starts = np.cumsum([0, *lengths])
     return [
-        Shard(folder / f"{n}.bin", np.arange(start, start + length).astype(dtype))
+        shard(folder / f"{n}.bin", np.arange(start, start + length).astype(dtype))
         for n, (start, length) in enumerate(zip(starts, lengths, strict=False))
     ]
 
@@ -113,7 +109,7 @@ def test_windows_never_cross_shards_and_share_one_token(tmp_path: Path, dtype: t
 
 def test_large_token_ids_survive(tmp_path: Path) -> None:
     ids = np.array([65_535, 65_536, 2**31 + 5, 1], np.uint32)
-    assert Windows([Shard(tmp_path / "0.bin", ids)], 3).gather(np.array([0])).tolist() == [
+    assert Windows([shard(tmp_path / "0.bin", ids)], 3).gather(np.array([0])).tolist() == [
         ids.tolist()
     ]
 
@@ -122,7 +118,7 @@ def test_large_token_ids_survive(tmp_path: Path) -> None:
 def test_corpus_shorter_than_one_sequence_is_refused(
     tmp_path: Path, lengths: tuple[int, ...]
 ) -> None:
-    shards = [Shard(tmp_path / f"{n}.bin", np.zeros(n, np.uint16)) for n in lengths]
+    shards = [shard(tmp_path / f"{n}.bin", np.zeros(n, np.uint16)) for n in lengths]
     with pytest.raises(
         DataError, match=rf"no val shard .* 11 tokens, .* has {max(lengths, default=0)}"
     ):
