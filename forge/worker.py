@@ -220,7 +220,7 @@ def _do(spec: LaunchSpec, paths: RunPaths, rank: Rank, stop: StopFlag) -> RankRe
             with fast_imports():
                 from forge.validation import replay_rank
 
-            return replay_rank.check(world, config, Path(task.checkpoint), Path(task.shards))
+            return replay_rank.check(world, config, task)
         if isinstance(task, LossesTask):
             with fast_imports():
                 from forge.validation import rank_losses

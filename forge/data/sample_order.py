@@ -181,8 +181,8 @@ class MixedOrder:
         seed: int,
         batch_size: int,
     ) -> None:
-        self.names, self._sizes = list(sizes), list(sizes.values())
-        self._first_window = np.cumsum([0, *self._sizes])
+        self.names, self.sizes = list(sizes), list(sizes.values())
+        self._first_window = np.cumsum([0, *self.sizes])
         self._seeds = [seed + (_key_of(name) << 32) for name in self.names]
         key = np.random.SeedSequence([seed, _key_of("")]).generate_state(1, np.uint64)[0]
         drawn = np.array([drawn_before.get(name, 0) for name in self.names], np.int64)
@@ -203,7 +203,7 @@ class MixedOrder:
         for source in np.unique(sources):
             here = sources == source
             windows = in_epochs(
-                draws[here].astype(np.uint64), size=self._sizes[source], seed=self._seeds[source]
+                draws[here].astype(np.uint64), size=self.sizes[source], seed=self._seeds[source]
             )
             found[here] = self._first_window[source] + windows
         return found

@@ -101,6 +101,9 @@ class ReplayTask(RecordPart):
     checkpoint: str
     shards: str
     threads: int | None = None  # a rank, in the training; None where GPUs have trained it
+    next_windows: bool = (
+        False  # also compute the loss of each window of the step after train.max_steps
+    )
 
 
 class LossesTask(RecordPart):
@@ -217,11 +220,13 @@ class ProbeResult:
 @dataclass(frozen=True)
 class ReplayResult:
     """Result of the replay check. losses: of the steps after the checkpoint, None for one that is not
-    finite. finite: the state after them. numerics: as a checkpoint's lineage has them."""
+    finite. finite: the state after them. numerics: as a checkpoint's lineage has them. windows: losses
+    of the windows of the next step, in the order of its batch, by the weights after these steps."""
 
     losses: list[float | None]
     finite: bool
     numerics: dict[str, Any]
+    windows: list[float | None] = field(default_factory=list)
     kind: Literal["replay"] = "replay"
 
 

@@ -129,18 +129,39 @@ def load_on_two_ranks(config: ResolvedConfig, checkpoint: directory.Checkpoint) 
     return record.weights_digest
 
 
+def window_losses(
+    config: ResolvedConfig, checkpoint: directory.Checkpoint, step: int
+) -> list[float | None]:
+    """Loss of each window that a step has read, in the order of its batch, in nats per token; None where
+    it is not finite. By the weights before the step: the steps from the checkpoint to it are trained
+    again, by one rank on this host. UnfitError where that fails.
+    """
+    device: Device = "cuda" if visible_gpus(checkpoint) else "cpu"
+    record = _train_on(config, checkpoint, 1, step - 1, device, next_windows=True)
+    if record.status != "completed":
+        raise UnfitError(
+            f"the steps after {checkpoint.folder} cannot be trained again here: {record.message}",
+            fix="run the command on a node like those that trained the run",
+        )
+    assert isinstance(record.result, ReplayResult)
+    return record.result.windows
+
+
 def _train_on(
     config: ResolvedConfig,
     checkpoint: directory.Checkpoint,
     num_ranks: int,
     step: int,
     device: Device,
+    *,
+    next_windows: bool = False,
 ) -> RankRecord:
     """Load in fresh ranks on this host and train up to `step`; the record of the ranks."""
     task = ReplayTask(
         checkpoint=str(checkpoint.folder.resolve()),
         shards=shards_folder(config),
         threads=checkpoint.manifest.lineage.numerics.cpu_threads,
+        next_windows=next_windows,
     )
     overrides = {
         "train.max_steps": step,

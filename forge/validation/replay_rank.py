@@ -6,11 +6,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import torch
+
 from forge.checkpoint import directory, storage
 from forge.core.config import ResolvedConfig
 from forge.data.sources import Tokens, open_tokens
 from forge.launch.process_group import World
-from forge.launch.rank_records import RankRecord, ReplayResult
+from forge.launch.rank_records import RankRecord, ReplayResult, ReplayTask
 from forge.trainer import optim
 from forge.trainer.divergence import diverged, ended_by_spike
 from forge.trainer.numerics import numerics, prepare
@@ -18,12 +20,13 @@ from forge.trainer.start import Start, start_of_checkpoint
 from forge.validation.rank_losses import sharded_decoder
 
 
-def check(world: World, config: ResolvedConfig, checkpoint: Path, shards: Path) -> RankRecord:
+def check(world: World, config: ResolvedConfig, task: ReplayTask) -> RankRecord:
     """The record has the digest of the loaded weights, or the result of `_train` if train.max_steps
-    is beyond the checkpoint. All ranks call it."""
+    is beyond the checkpoint or losses of windows are wanted. All ranks call it."""
+    checkpoint, shards = Path(task.checkpoint), Path(task.shards)
     opened = directory.Checkpoint.open(checkpoint)
-    if config.train.max_steps > opened.step:
-        result = _train(world, config, opened, open_tokens(shards))
+    if config.train.max_steps > opened.step or task.next_windows:
+        result = _train(world, config, opened, open_tokens(shards), windows=task.next_windows)
         record = RankRecord("completed", world.rank.rank, result=result)
     else:
         digest = _load(world, config, checkpoint, open_tokens(shards))
@@ -41,9 +44,15 @@ def _load(world: World, config: ResolvedConfig, checkpoint: Path, tokens: Tokens
 
 
 def _train(
-    world: World, config: ResolvedConfig, checkpoint: directory.Checkpoint, tokens: Tokens
+    world: World,
+    config: ResolvedConfig,
+    checkpoint: directory.Checkpoint,
+    tokens: Tokens,
+    *,
+    windows: bool,
 ) -> ReplayResult:
-    """The losses of the steps after a checkpoint, and whether the state after them is finite."""
+    """The losses of the steps after a checkpoint, and whether the state after them is finite; with
+    `windows` also those of the windows of the next step."""
     prepare(world.device, deterministic=config.train.deterministic)
     then = checkpoint.manifest.lineage.numerics
     start = start_of_checkpoint(config, world, tokens, checkpoint)
@@ -54,7 +63,21 @@ def _train(
         losses=losses,
         finite=all(row[0] for row in finite),
         numerics=numerics(world.device, then.precision),
+        windows=_window_losses(world, config.train.max_steps, start) if windows else [],
     )
+
+
+@torch.no_grad()
+def _window_losses(world: World, step: int, start: Start) -> list[float | None]:
+    """Loss of each window in the batch of a step, counted from 0, without dropout."""
+    parallel = start.parallel
+    parallel.decoder.eval()
+    inputs, targets = start.train_step.loader.batch(step)
+    own = [
+        parallel.loss(inputs[row : row + 1], targets[row : row + 1]) for row in range(len(inputs))
+    ]
+    table = world.gather_objects(own, list[float], "losses of windows")
+    return [loss if math.isfinite(loss) else None for rank in table for loss in rank]
 
 
 def _losses(config: ResolvedConfig, start: Start) -> list[float | None]:

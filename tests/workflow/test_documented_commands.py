@@ -23,6 +23,8 @@ PLACEHOLDERS = {
     "base@5000": "base@4",
     "max_steps=1000": "max_steps=16",
     "--data python:stdlib": "--data corpus",
+    "--step 75": "--step 6",
+    "data/notes.txt": "corpus/csv.txt",
 }
 TASKS = REPOSITORY / "tests/plugins/evaluation/distributed/tasks"
 

@@ -1,0 +1,120 @@
+"""Order of the samples of a run: the windows that each step has read, through the run's parents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from forge.checkpoint import compatibility, resume
+from forge.checkpoint.directory import Checkpoint
+from forge.checkpoint.manifest import ParentCheckpoint, data_digests
+from forge.core.config import ResolvedConfig
+from forge.core.errors import DataError
+from forge.core.paths import RunPaths, checkpoint_name, tokens_folder
+from forge.core.terminal import say
+from forge.data.sample_order import in_epochs
+from forge.data.shards import Shard, ShardSet
+from forge.data.sources import Tokens, digests_by_source, open_tokens
+from forge.data.windows import Windows, joined_windows
+from forge.trainer import metrics
+from forge.trainer.source_mix import SourceMix
+
+TAIL_BYTES = 2**16  # of metrics.jsonl, which end with its newest step
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Steps of one run: those after `after` up to `last`. checkpoint: of the run, with its order."""
+
+    paths: RunPaths
+    after: int
+    last: int
+    checkpoint: Checkpoint
+    config: ResolvedConfig
+    tokens: Tokens
+
+    @cached_property
+    def windows(self) -> Windows:
+        return joined_windows(self.tokens, self.config.train.seq_len)
+
+    @cached_property
+    def _mix(self) -> SourceMix | None:
+        return SourceMix.recorded(self.tokens, self.config.train, self.checkpoint)
+
+    def read(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Windows of the samples of `count` steps from `first` on, and of which epoch of their source
+        each is: int64 [count, train.batch_size]. Steps count from 1."""
+        batch = self.config.train.batch_size
+        numbers = np.arange((first - 1) * batch, (first - 1 + count) * batch).reshape(count, batch)
+        if self._mix is None:
+            size, seed = self.windows.num_samples, self.config.train.seed
+            return in_epochs(numbers.astype(np.uint64), size=size, seed=seed), numbers // size
+        order = self._mix.order
+        sources, draws = order.locate(numbers)
+        return order.windows(numbers.astype(np.uint64)), draws // np.array(order.sizes)[sources]
+
+    def place(self, window: int) -> tuple[str, ShardSet, Shard, int]:
+        """Source, its tokens, shard and first token of a window."""
+        shard, first = self.windows.place(window)
+        for name, shards in self.tokens.by_source.items():
+            if shard in shards.train:
+                return name, shards, shard, first
+        raise AssertionError(shard)
+
+
+def stretches(run: RunPaths, data: str) -> list[Stretch]:
+    """The steps of a run and of the runs that it starts from, oldest first. data: with their tokens.
+
+    Raises DataError where the tokens are not there or others, or a parent is not there any more, and for
+    a run without a checkpoint.
+    """
+    found: list[Stretch] = []
+    paths, checkpoint, last = run, resume.required(run), None
+    while True:
+        made_from = checkpoint.manifest.lineage.parent
+        after = made_from.step if made_from else 0
+        config = checkpoint.config({"data": data})
+        last = _last_step(run, checkpoint) if last is None else last
+        found.append(Stretch(paths, after, last, checkpoint, config, _tokens(checkpoint, config)))
+        if made_from is None:
+            return found[::-1]
+        paths, last = RunPaths(run.root.absolute().parent / made_from.run), after
+        checkpoint = _parent(paths, made_from)
+
+
+def _last_step(run: RunPaths, checkpoint: Checkpoint) -> int:
+    """The newest step that is known to be trained, which may be after the last checkpoint."""
+    lines = metrics.read_last(run.metrics, TAIL_BYTES) if run.metrics.exists() else []
+    return max([checkpoint.step, *(line.step for line in lines)])
+
+
+def _tokens(checkpoint: Checkpoint, config: ResolvedConfig) -> Tokens:
+    tokens = open_tokens(tokens_folder(config.data, config.ids.tokens))
+    digests = data_digests(tokens.digest, digests_by_source(tokens), tokens.tokenizer_digest)
+    compatibility.check_same_data(checkpoint, digests)
+    return tokens
+
+
+def _parent(paths: RunPaths, made_from: ParentCheckpoint) -> Checkpoint:
+    """The checkpoint that a run starts from; where it was pruned, the newest one of its run, which is
+    said. DataError where there is none, or another."""
+    folder = paths.checkpoints / checkpoint_name(made_from.step)
+    name = f"{made_from.run}@{made_from.step}"
+    if not folder.is_dir():
+        newest = resume.required(paths)
+        say(
+            f"note: {name} is pruned: the samples before it are those of {paths.root} as it is now, which"
+            " are the same if it was not trained again with another config"
+        )
+        return newest
+    checkpoint = Checkpoint.open(folder)
+    if checkpoint.manifest.digest != made_from.digest:
+        raise DataError(
+            f"the samples before {name} are not known: {folder} has digest"
+            f" {checkpoint.manifest.digest[:12]}, the run started from {made_from.digest[:12]}",
+            cause="the parent was trained again since",
+            fix="restore the parent's directory",
+        )
+    return checkpoint

@@ -1,0 +1,271 @@
+"""Samples of real runs. Threats: windows that the loader did not give, in another order or of another
+rank, after a change of ranks, weights or seed; a document of another file; a step too few or too many."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from support.batches import batches, record_batches
+from support.live_run import TINY, TWO_RANKS, Run, forge, make_run
+
+from forge.core.paths import RunPaths
+from forge.plugins.samples.read import RunSamples
+
+pytestmark = pytest.mark.all
+SEQ_LEN, BATCH, GOAL, CHANGE = 64, 8, 24, 10
+MIX = [{"step": 0, "code": 0.75, "docs": 0.25}, {"step": CHANGE, "code": 1, "docs": 3}]
+TRAIN = {
+    **{"seq_len": SEQ_LEN, "batch_size": BATCH, "max_steps": GOAL, "decay_steps": GOAL},
+    **{"checkpoint_every": 6, "keep_every": 6, "eval_every": 24},
+}
+LIBRARY = Path(json.__file__).parents[1]
+
+
+def make_project(root: Path, tokenize: dict, **train: object) -> Path:
+    """A config in a directory, tokenized."""
+    values = {
+        **TINY,
+        "data": str(root / "data"),
+        "tokenize": {"val_fraction": 0.2, **tokenize},
+        "train": {**TINY["train"], **TRAIN, **train},
+    }
+    (root / "config.yaml").write_text(yaml.safe_dump(values))
+    for verb in ("tokenizer", "tokenize"):
+        outcome = forge(verb, str(root / "config.yaml"))
+        assert outcome.code == 0, outcome.text
+    return root
+
+
+def trained(run: Run, *more: str) -> Run:
+    outcome = run.fork("train", *more, arm=record_batches).end()
+    assert outcome.code == 0, outcome.text
+    return run
+
+
+def samples_of(run: Run, project: Path) -> RunSamples:
+    return RunSamples(RunPaths(run.folder), str(project / "data"))
+
+
+def ids_of(samples: RunSamples, step: int) -> list[tuple[int, ...]]:
+    """Ids of the windows of a step, by the shards and places that are told."""
+    found = []
+    for row in samples.of_step(step):
+        shards = samples.sources[row["source"]]
+        [shard] = [one for one in shards.train if one.path.name == row["shard"]]
+        found.append(tuple(shard.read()[row["token"] :][: SEQ_LEN + 1].tolist()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two sources of real text."""
+    sources = {
+        "docs": {
+            "inputs": [f"{LIBRARY}/html/*.py", f"{LIBRARY}/http/*.py"],
+            "document_separator": "\n\n",
+        },
+        "code": {"inputs": [f"{LIBRARY}/json/*.py", f"{LIBRARY}/email/*.py"]},
+    }
+    return make_project(tmp_path_factory.mktemp("mixed"), {"sources": sources}, mix=MIX)
+
+
+@pytest.fixture(scope="module")
+def base(mixed: Path) -> Run:
+    """Half of the steps on two ranks, the others on one."""
+    run = make_run(mixed, mixed / "results", "base", ())
+    trained(run, "--train.max_steps=12", *TWO_RANKS)
+    return trained(run)
+
+
+@pytest.fixture(scope="module")
+def child(base: Run) -> Run:
+    """Other weights and another seed from step 12 on, on two ranks."""
+    changes = (
+        "--run=child",
+        "--parent=base@12",
+        "--train.seed=5",
+        '--train.mix={"code": 1, "docs": 1}',
+    )
+    own = replace(
+        base, folder=base.folder.with_name("child"), overrides=(*base.overrides, *changes)
+    )
+    return trained(own, *TWO_RANKS)
+
+
+def test_samples_of_a_step_are_those_of_the_loader_on_one_and_two_ranks(
+    base: Run, mixed: Path
+) -> None:
+    drawn, samples = batches(base.folder), samples_of(base, mixed)
+    assert sorted(drawn) == list(range(GOAL))
+    for step, rows in drawn.items():
+        assert ids_of(samples, step + 1) == rows
+    assert [row["rank"] for row in samples.of_step(12)] == [0] * 4 + [1] * 4
+    assert [row["rank"] for row in samples.of_step(13)] == [0] * 8
+    sources = Counter(row["source"] for row in samples.of_step(3))
+    assert sources == {"code": 6, "docs": 2}
+
+
+def test_steps_before_a_parents_checkpoint_are_those_of_the_parent(
+    base: Run, child: Run, mixed: Path
+) -> None:
+    samples, before, own = samples_of(child, mixed), batches(base.folder), batches(child.folder)
+    for step in range(12):
+        assert ids_of(samples, step + 1) == before[step]
+    for step in range(12, GOAL):
+        assert ids_of(samples, step + 1) == own[step] != before[step]
+
+
+def test_every_step_that_has_read_a_text_is_found_and_no_other(child: Run, mixed: Path) -> None:
+    samples = samples_of(child, mixed)
+    row = next(row for row in samples.of_step(GOAL) if row["source"] == "code")
+    part = max(row["documents"], key=lambda one: len(one["text"]))
+    phrase, path = part["text"][5:60], Path(part["input"])
+    found = samples.of_text(phrase)
+    text = path.read_text()
+    assert [place["character"] for place in found if place["input"] == str(path)] == [
+        at for at in range(len(text)) if text.startswith(phrase, at)
+    ]
+    windows = {window for place in found for window in place["windows"]}
+    expected = {
+        (step, row["row"], row["window"], row["epoch"])
+        for step in range(1, GOAL + 1)
+        for row in samples.of_step(step)
+        if row["window"] in windows
+    }
+    told = {
+        (read["step"], read["row"], read["window"], read["epoch"])
+        for place in found
+        for read in place["steps"]
+    }
+    assert told == expected
+    assert (GOAL, row["row"], row["window"], row["epoch"]) in told
+    of_file = samples.of_file(path)
+    assert {place["input"] for place in of_file} == {str(path)}
+    assert GOAL in {read["step"] for place in of_file for read in place["steps"]}
+
+
+def test_text_of_the_documents_of_a_window_is_where_it_says(base: Run, mixed: Path) -> None:
+    samples = samples_of(base, mixed)
+    for row in samples.of_step(7):
+        for part in row["documents"]:
+            documents = Path(part["input"]).read_text().removeprefix("\ufeff")
+            pieces = documents.split("\n\n") if row["source"] == "docs" else [documents]
+            document = [piece for piece in pieces if piece and not piece.isspace()][
+                part["document"] - 1
+            ]
+            assert document[part["character"] :].startswith(part["text"].strip("\ufffd"))
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty files of words and one of random characters."""
+    root, numbers = tmp_path_factory.mktemp("planted"), random.Random(7)
+    (root / "texts").mkdir()
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog"]
+    for n in range(40):
+        text = " ".join(numbers.choice(words) for _ in range(300))
+        (root / "texts" / f"{n:02}.txt").write_text(text)
+    characters = [chr(code) for code in range(0x21, 0x7F)]
+    nonsense = "".join(numbers.choice(characters) for _ in range(900))
+    (root / "texts/nonsense.txt").write_text(nonsense)
+    return make_project(
+        root, {"inputs": [str(root / "texts")], "val_fraction": 0.1}, max_steps=30, lr=3e-3
+    )
+
+
+@pytest.fixture(scope="module")
+def over_an_epoch(planted: Path) -> Run:
+    return trained(make_run(planted, planted / "results", "plain", ()), "--train.max_steps=40")
+
+
+def test_over_an_epoch_all_steps_together_are_the_corpus_and_each_window_once(
+    over_an_epoch: Run, planted: Path
+) -> None:
+    samples = samples_of(over_an_epoch, planted)
+    total = samples.own.windows.num_samples
+    assert total <= 40 * BATCH
+    read = [row for step in range(1, 41) for row in samples.of_step(step)]
+    first = Counter(row["window"] for row in read if row["epoch"] == 0)
+    assert first == Counter(range(total))
+    shards = samples.sources[""].train
+    ids = np.concatenate([shard.read() for shard in shards])
+    told = {row["window"]: row["documents"] for row in read}
+    text = "".join(part["text"] for window in sorted(told) for part in told[window])
+    assert (
+        len(text)
+        >= len(samples.tokenizer.decode(ids[ids != samples.own.tokens.eos_id].tolist())) * 0.95
+    )
+
+
+def test_losses_name_the_document_of_nonsense(over_an_epoch: Run, planted: Path) -> None:
+    samples = samples_of(over_an_epoch, planted)
+    found = samples.of_file(planted / "texts/nonsense.txt")
+    steps = {read["step"] for place in found for read in place["steps"] if read["step"] > 12}
+    done = command(over_an_epoch, planted, "--step", str(min(steps)), "--losses", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)
+    has_nonsense = [
+        any(part["input"].endswith("nonsense.txt") for part in row["documents"]) for row in rows
+    ]
+    others = [row["loss"] for row, has in zip(rows, has_nonsense, strict=True) if not has]
+    assert has_nonsense[0] and rows[0]["loss"] > max(others) + 0.5
+    assert [row["loss"] for row in rows] == sorted((row["loss"] for row in rows), reverse=True)
+
+
+def command(run: Run, project: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "forge", "samples", str(run.folder), *words]
+    return subprocess.run(
+        [*line, f"--data={project / 'data'}"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_file_that_has_changed_since_is_not_quoted_and_its_text_is_found_by_a_phrase(
+    over_an_epoch: Run, planted: Path
+) -> None:
+    path = planted / "texts/00.txt"
+    original = path.read_text()
+    samples = samples_of(over_an_epoch, planted)
+    assert samples.of_file(path), "a file of the training split"
+    try:
+        path.write_text(original.replace("cat", "cow"))
+        done = command(over_an_epoch, planted, "--file", str(path))
+        assert done.returncode == 78
+        assert "has the digest of" in done.stderr
+        places = samples_of(over_an_epoch, planted).of_text(original[:200])
+        assert places and places[0]["windows"] and places[0]["input"] is None
+        assert str(path) in places[0]["one_of"]
+    finally:
+        path.write_text(original)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--step", "99"), "was trained from step 1 to 40"),
+        (("--step", "0"), "was trained from step 1 to 40"),
+        (("--step", "3", "--losses"), "has no checkpoint before step 3"),
+        (("--step", "3", "--rank", "1"), "--rank is 1, and the step was trained by ranks 0 to 0"),
+        (("--text", "cat", "--losses"), "are for the samples of a step"),
+        (("--file", "nowhere.txt"), "there is no file nowhere.txt"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_78(
+    over_an_epoch: Run, planted: Path, words: tuple[str, ...], message: str
+) -> None:
+    done = command(over_an_epoch, planted, *words)
+    assert done.returncode == 78, done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
