@@ -63,7 +63,7 @@ def main(spec_path: str) -> int:
     except ForgeError as err:
         record = _failure(err, rank_for_record(spec.layout.world_size))
     replace(record, host=hostname()).write(spec)
-    if record.status not in ("completed", "stopped"):
+    if record.is_failure:
         # os._exit, since a background thread may be waiting for other ranks in a save.
         sys.stdout.flush()
         os._exit(1)

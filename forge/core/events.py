@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -17,6 +17,11 @@ from forge.core.errors import USE_THAT_VERSION, ForgeError, OtherFormat
 from forge.core.files import disk_trouble
 
 FORMAT = 1
+
+# Causes for which the ranks are asked to stop; they save a checkpoint before they exit. In order of
+# rising priority: when ranks have different causes, all take the cause with the highest.
+STOP_CAUSES = ("", "deadline", "STOP file", "SIGUSR1", "SIGTERM", "Ctrl-C")
+PERSONS_CAUSES = ("STOP file", "Ctrl-C")
 
 
 class Event(BaseModel):
@@ -33,11 +38,73 @@ class Event(BaseModel):
         """The name of this kind of event in the log."""
         return type(self).__name__.lower()
 
+    @property
+    def saved_step(self) -> int | None:
+        """Step of the checkpoint that was saved for it; None for an event without a save."""
+        return None
+
 
 class Timed(Event):
     """An event at the end of an action that took `seconds`."""
 
     seconds: float
+
+
+class End(Event):
+    """The end of a launch. Readers of the log ask for these attributes, not for the class, so that a new
+    end needs no change of theirs. Its cause or message, and its step, are fields of the class.
+
+    state: of the run after it. words: for people; mostly the state. starts_again: whether Forge or Slurm
+    launches the run again, without a person. then: what the command does after it, for people.
+    """
+
+    state: ClassVar[Literal["completed", "stopped", "cut off", "failed"]]
+    words: ClassVar[str]
+    starts_again: ClassVar[bool] = False
+    then: ClassVar[str] = "ending"
+
+    @property
+    def is_failure(self) -> bool:
+        """Return whether ranks failed or were lost."""
+        return self.state in ("cut off", "failed")
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether the run has ended by itself, so that only a person launches it again."""
+        return self.state in ("completed", "failed")
+
+    @property
+    def text(self) -> str:
+        """Cause or message as recorded; "" without one."""
+        return getattr(self, "cause", "") or getattr(self, "message", "")
+
+    @property
+    def by_person(self) -> bool:
+        return self.text in PERSONS_CAUSES
+
+    @property
+    def saved_step(self) -> int | None:
+        is_saved = not self.is_failure and self.text in STOP_CAUSES  # not after the loss of a rank
+        return getattr(self, "step", None) if is_saved else None
+
+    @property
+    def fails_again(self) -> bool:
+        """Return whether a rerun with the same config would end in the same way."""
+        return getattr(self, "diverged", False)
+
+    @property
+    def who(self) -> str:
+        """Process that tells of a failure."""
+        return "launcher"
+
+    @property
+    def reason(self) -> str:
+        """Cause for people; "" for none. That of an error has more lines: its own cause and fix."""
+        return self.text
+
+    @property
+    def outcome(self) -> str:
+        return ": ".join(filter(None, (self.words, self.reason)))
 
 
 # --- before the ranks start ------------------------------------------------------------------------
@@ -118,6 +185,10 @@ class Save(Timed):
     bytes: int
     digest: str = ""
 
+    @property
+    def saved_step(self) -> int:
+        return self.step
+
 
 class Skipped(Event):
     """A step without an update, because its loss or gradients were not finite, or a spike."""
@@ -155,15 +226,20 @@ class Quarantine(Event):
 # --- the end of a launch ---------------------------------------------------------------------------
 
 
-class Completed(Event):
+class Completed(End):
     """The run has reached train.max_steps."""
+
+    state = words = "completed"
+    then = "at its goal, finishing"
 
     step: int
     weights_digest: str
 
 
-class Stop(Event):
-    """All ranks agreed to stop. cause: one of stop_signal.CAUSES. step: of the newest checkpoint."""
+class Stop(End):
+    """All ranks agreed to stop. cause: one of STOP_CAUSES. step: of the newest checkpoint."""
+
+    state = words = "stopped"
 
     cause: str
     step: int
@@ -177,17 +253,27 @@ class RankError(Event):
     message: str
 
 
-class Lost(Event):
+class Lost(End):
     """A rank exited without a record, or hung. silent: unresponsive nodes, which start no process any
     more."""
+
+    state = words = "cut off"
+    starts_again = True
+    then = "a rank was lost, starting again"
 
     message: str
     attempt: int
     silent: list[str]
 
+    @property
+    def reason(self) -> str:
+        return f"lost a rank: {self.message}"
 
-class Failed(Event):
+
+class Failed(End):
     """Training failed with this exit code. diverged: a rerun with this config would fail again."""
+
+    state = words = "failed"
 
     code: int
     rank: int
@@ -195,16 +281,27 @@ class Failed(Event):
     diverged: bool
     config_digest: str
 
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank}"
+
+    @property
+    def reason(self) -> str:
+        return f"{self.who}: {self.message}"
+
 
 class Preempted(Event):
-    """Slurm preempted the job."""
+    """Slurm preempted the job. What it did to the ranks is another event: mostly Requeue or Stop."""
 
     job: str
     step: int
 
 
-class Requeue(Event):
-    """Forge requeues the job."""
+class Requeue(End):
+    """Forge requeues the job, after a stop or the loss of a rank."""
+
+    state, words = "stopped", "requeued"
+    starts_again = True
 
     job: str
     cause: str
@@ -223,8 +320,8 @@ class Validate(Timed):
 
 _KINDS = {
     kind.__name__.lower(): kind
-    for kind in (*Event.__subclasses__(), *Timed.__subclasses__())
-    if kind is not Timed
+    for kind in (*Event.__subclasses__(), *Timed.__subclasses__(), *End.__subclasses__())
+    if kind not in (Timed, End)
 }
 
 

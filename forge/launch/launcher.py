@@ -210,7 +210,7 @@ def _record_launch(paths: RunPaths, spec: LaunchSpec, placement: Placement, *, s
 def _record_errors(paths: RunPaths, records: Sequence[RankRecord]) -> None:
     """Record what the ranks say themselves; where no rank tells an error of its own, which ranks say
     nothing. A rank that lost its peers has no error of its own."""
-    ended = [record for record in records if record.status in ("failed", "lost") and record.message]
+    ended = [record for record in records if record.is_failure and record.message]
     telling = [
         record
         for record in ended
@@ -322,7 +322,7 @@ def _watch(
                 spec.check_run_is_there()
                 records.look()
                 lost = elsewhere is not None and bool(elsewhere.lost)
-                failed = any(record.status in ("failed", "lost") for record in records.written)
+                failed = any(record.is_failure for record in records.written)
                 if killed_at is None and (lost or failed):
                     killed_at = now + AFTER_FAILURE_SEC
                 stopped_ranks.look(records.stalled)
@@ -496,14 +496,6 @@ def _refuse_hidden(folder: Path, paths: RunPaths) -> None:
 
 # --- the outcome -----------------------------------------------------------------------------------
 
-# Causes of a failed rank that another launch may not have.
-RESTARTED_CAUSES = (
-    lost_ranks.PEER_LOST,
-    lost_ranks.HANG,
-    lost_ranks.GPU_FAULT,
-    lost_ranks.GPU_ERROR,
-)
-
 
 def _outcome(records: list[RankRecord], stopped: Sequence[int]) -> RankRecord:
     """The verdict, where stop signals were received, with the first of them as the cause."""
@@ -519,7 +511,9 @@ def _outcome(records: list[RankRecord], stopped: Sequence[int]) -> RankRecord:
 
 def verdict(records: list[RankRecord]) -> RankRecord:
     """One record for all ranks: that of a failure with a known code, else `lost`, else rank 0's."""
-    failed = [r for r in records if r.status == "failed" and r.cause not in RESTARTED_CAUSES]
+    failed = [
+        r for r in records if r.status == "failed" and r.cause not in lost_ranks.RESTARTED_CAUSES
+    ]
     if failed:
         return failed[0]
     lost = [r for r in records if r.status == "lost"]
@@ -531,7 +525,7 @@ def verdict(records: list[RankRecord]) -> RankRecord:
         return replace(ended[0], lost=tuple(r.rank for r in lost))
     if lost or any(r.status == "failed" for r in records):
         return lost_ranks.judged(records)
-    first = next((r for r in records if r.status == "stopped"), records[0])
+    first = next((r for r in records if r.status != "completed"), records[0])
     bad = next((r.exit_status for r in records if r.exit_status), first.exit_status)
     return replace(first, exit_status=bad)
 

@@ -281,9 +281,14 @@ class RankRecord:
         return f"rank {self.rank}: {self.message}" if self.ended else self.message
 
     @property
+    def is_failure(self) -> bool:
+        """Return whether ranks failed or were lost."""
+        return self.status in ("failed", "lost")
+
+    @property
     def all_exited_with_0(self) -> bool:
         """Return whether each rank of another program exited with 0, whether asked to stop or not."""
-        return self.status in ("completed", "stopped") and self.exit_status == 0
+        return not self.is_failure and self.exit_status == 0
 
     def write(self, spec: LaunchSpec) -> None:
         """Write the record; on a full disk, into the space that `reserve` has allocated. Without the

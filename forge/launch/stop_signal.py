@@ -7,10 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-# In order of rising priority: when ranks have different causes, all take the cause with the highest.
-CAUSES = ("", "deadline", "STOP file", "SIGUSR1", "SIGTERM", "Ctrl-C")
-PERSONS_CAUSES = ("STOP file", "Ctrl-C")
-
 SIGNAL_CAUSES = {
     signal.SIGUSR1: "SIGUSR1",
     signal.SIGTERM: "SIGTERM",
@@ -38,7 +34,7 @@ class StopFlag:
         self._cause = self._cause or SIGNAL_CAUSES[signal.Signals(number)]
 
     def cause(self) -> str:
-        """Why to stop, one of CAUSES; "" to continue."""
+        """Why to stop, one of events.STOP_CAUSES; "" to continue."""
         with suppress(OSError):  # a network file system that fails once is read again a step later
             if not self._cause and self.stop_file and self.stop_file.exists():
                 self._cause = "STOP file"

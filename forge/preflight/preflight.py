@@ -398,11 +398,10 @@ def _suspects(paths: RunPaths) -> list[str] | None:
     for event in reversed(events.read(paths.events)):
         if isinstance(event, events.Preflight):
             break
-        if isinstance(event, events.Failed | events.Lost):
-            silent = event.silent if isinstance(event, events.Lost) else []
-            if not silent:
-                return None
-            found += silent
+        if isinstance(event, events.Lost) and event.silent:
+            found += event.silent
+        elif isinstance(event, events.End) and event.is_failure:
+            return None
     return found
 
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from forge.core import events
 from forge.core.events import Event
 from forge.core.paths import RunPaths
-from forge.reporting.run_state import ending
 from forge.trainer import metrics
 from forge.trainer.metrics import Line
 
@@ -33,8 +32,7 @@ PHASES = {
     "waiting": "queue, start of processes, down time between launches",
 }
 
-_ENDINGS = (events.Stop, events.Lost, events.Failed, events.Completed)
-_IN_LAUNCH = (events.Launch, events.Init, events.Eval, events.Save, *_ENDINGS)
+_IN_LAUNCH = (events.Launch, events.Init, events.Eval, events.Save, events.End)
 _AROUND = (events.Stage, events.Preflight, events.Validate)
 
 
@@ -61,9 +59,9 @@ class LaunchHistory:
         return next((event for event in self.log if isinstance(event, kinds)), None)
 
     @cached_property
-    def ending(self) -> Event | None:
+    def ending(self) -> events.End | None:
         """The event that ended it; None when it was cut off, or still runs."""
-        return self.first(*_ENDINGS)
+        return next((event for event in self.log if isinstance(event, events.End)), None)
 
     @cached_property
     def end(self) -> float:
@@ -97,9 +95,15 @@ class LaunchHistory:
         reached = [(line.step, line.time) for line in self.metrics]
         return reached + [
             # The event of a save is written when the checkpoint is committed, steps later.
-            (event.step, _span(event).end if isinstance(event, events.Save) else event.time)
+            (step, _span(event).end if isinstance(event, events.Save) else event.time)
             for event in self.log
-            if hasattr(event, "step")
+            # After the loss of a rank the step of an end is behind those that were reached.
+            if (
+                step := event.saved_step
+                if isinstance(event, events.End)
+                else getattr(event, "step", None)
+            )
+            is not None
         ]
 
     @cached_property
@@ -107,16 +111,10 @@ class LaunchHistory:
         return max((step for step, _ in self.passed), default=0)
 
     @property
-    def has_failed(self) -> bool:
-        """Return whether the launch ended as lost or failed, without the save that a stop or a completion
-        makes."""
-        return isinstance(self.ending, events.Lost | events.Failed)
-
-    @property
     def outcome(self) -> str:
-        """Ending of the launch, in the words of `run_state.ending`."""
+        """How it ended, for people."""
         if self.ending:
-            return ": ".join(filter(None, ending(self.ending)))
+            return self.ending.outcome
         return "no end recorded: it still runs or was killed" if self.is_last else "cut off"
 
 
@@ -231,7 +229,7 @@ def _recomputed_from(launch: LaunchHistory, kept_step: float) -> float:
     """
     if launch.ready is None:
         return inf
-    if launch.has_failed:
+    if launch.ending and launch.ending.is_failure:
         saved = [event.step for event in launch.log if isinstance(event, events.Save)]
         kept_step = min(kept_step, max(saved, default=launch.resumed_step or 0))
     if launch.last_step <= kept_step:

@@ -218,10 +218,9 @@ def _of_outcome(own_events: Sequence[events.Event], start: LaunchLogs) -> Iterat
     """The failure of the launches, or the loss of ranks."""
     node_of = {log.who: log.node for log in start.logs}
     for event in own_events:
-        if isinstance(event, events.Lost | events.Failed):
-            who = f"rank {event.rank}" if isinstance(event, events.Failed) else "launcher"
-            lines = tuple(clean(event.message.splitlines()))
-            yield LoggedError(lines, event.time, who, node_of.get(who, ""))
+        if isinstance(event, events.End) and event.is_failure:
+            lines = tuple(clean(event.text.splitlines()))
+            yield LoggedError(lines, event.time, event.who, node_of.get(event.who, ""))
 
 
 def _searched_bytes(start: LaunchLogs) -> int:
@@ -289,8 +288,10 @@ class _View:
             "bold",
         )
         for event in _events(self.paths, start):
-            if isinstance(event, events.Completed | events.Stop):
-                self.screen.line(f"{_outcome(event)}, {clock(event.time)}")
+            if isinstance(event, events.End) and event.saved_step is not None:
+                at = f"{event.words} at step {event.saved_step}"
+                why = f": {event.reason}" if event.reason else ""
+                self.screen.line(f"{at}{why}, {clock(event.time)}")
         shown = start.logs
         if with_errors:
             self.show_errors(errors_of(self.paths, start, self.commands if is_last else ()))
@@ -354,12 +355,6 @@ class _View:
             ways.insert(1, f"--restart {others[-1]} (or all)")
         self.screen.line()
         self.screen.line(f"more: forge logs {self.paths.root} with {', '.join(ways)}", "dim")
-
-
-def _outcome(event: events.Completed | events.Stop) -> str:
-    if isinstance(event, events.Stop):
-        return f"stopped at step {event.step}: {event.cause}"
-    return f"completed at step {event.step}"
 
 
 def _title(errors: Group) -> str:

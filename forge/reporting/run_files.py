@@ -128,8 +128,8 @@ class RunFiles:
     @cached_property
     def step(self) -> int | None:
         """The newest step that was logged, committed or resumed from."""
-        saved = self.last(events.Save, events.Stop, events.Completed)
-        known = [(event.time, event.step) for event in (self.last(events.Init), saved) if event]
+        known = [(e.time, e.saved_step) for e in self.log if e.saved_step is not None][-1:]
+        known += [(e.time, e.step) for e in (self.last(events.Init),) if e]
         known += [(line.time, line.step) for line in self.steps[-1:]]
         return max(known)[1] if known else None
 

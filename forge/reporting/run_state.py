@@ -20,7 +20,6 @@ from pydantic import ValidationError
 from forge.core import events, hooks
 from forge.core.config import Ids
 from forge.core.errors import DataError, OtherFormat, UnfitError
-from forge.core.events import Event
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.records import BitsPerByte, Lock, PreflightResult, Validated, Validation
@@ -292,7 +291,7 @@ def _between(files: RunFiles, job: QueuedJob) -> _Judgement:
     """The job runs and no subcommand holds the run: before the first of them, between two, or after."""
     since = job.start or files.now
     if completed := files.last(events.Completed, since=since):
-        return _running(files, "at its goal, finishing", completed.time, float("inf"))
+        return _running(files, completed.then, completed.time, float("inf"))
     if not files.paths.stage.exists():
         what = "starting, or staging"
     elif not files.paths.preflight_pass.exists():
@@ -317,19 +316,19 @@ def _working(files: RunFiles) -> _Judgement:
     if files.lock and files.lock.command != "train":
         return _running(files, files.lock.command, since)
     # A second of grace: the lock's time is the file system's clock.
-    event = files.last(events.Launch, events.Init, events.Lost, events.Completed, since=since - 1)
+    event = files.last(events.Launch, events.Init, events.End, since=since - 1)
     began = event.time if event else since
     match event:
         case events.Completed():
-            return _running(files, "at its goal, finishing", began, float("inf"))
+            return _running(files, event.then, began, float("inf"))
         case events.Init():
             return _training(files, began)
         case events.Launch() if files.program:
             return _running_program(files, began)
         case events.Launch():
             what = "starting ranks"
-        case events.Lost():
-            what = "a rank was lost, starting again"
+        case events.End():
+            what = event.then
         case _:
             what = "starting"
     return _running(files, what, began)
@@ -358,28 +357,9 @@ def _training(files: RunFiles, began: float) -> _Judgement:
 
 # --- the end of a run ------------------------------------------------------------------------------
 
-# What a run can have been ended by; a preflight that passed ends nothing.
-_ENDS = (events.Launch, events.Stop, events.Requeue, events.Lost, events.Failed, events.Completed)
 _OF_TRAINING = ("train.log",)
 # The log of a subcommand -> the event that tells of its failure.
 _RECORDED_BY = {"preflight.log": events.Preflight, "validate.log": events.Validate}
-
-
-def ending(event: Event) -> tuple[str, str]:
-    """In which state an event leaves a launch, and why; ("", "") for one that ends none.
-
-    The reason of an error has more lines: its cause and fix.
-    """
-    match event:
-        case events.Completed():
-            return "completed", ""
-        case events.Stop(cause=cause) | events.Requeue(cause=cause):
-            return "stopped", cause
-        case events.Lost(message=message):
-            return "cut off", f"lost a rank: {message}"
-        case events.Failed(rank=rank, message=message):
-            return "failed", f"rank {rank}: {message}"
-    return "", ""
 
 
 def _ended(files: RunFiles) -> _Judgement:
@@ -399,25 +379,24 @@ def _ended(files: RunFiles) -> _Judgement:
 
 
 def _by_event(files: RunFiles) -> _Judgement:
-    last, checked = files.last(*_ENDS, events.Preflight), ""
-    if isinstance(last, events.Preflight) and last.status == "ok":
-        last, checked = files.last(*_ENDS), "preflight passed, "
+    last, checked = files.last(events.Launch, events.End, events.Preflight), ""
+    if isinstance(last, events.Preflight) and last.status == "ok":  # it ends nothing
+        last, checked = files.last(events.Launch, events.End), "preflight passed, "
     match last:
         case None:
             return _not_trained(files, f"{checked}nothing has trained yet")
-        case events.Completed():
-            return _completed(files)
-        case events.Failed(diverged=diverged):
-            look = f"forge logs {files.paths.root}"
-            # Refused at once, as it is, with the same message (train.refuse_known_failure).
-            other = "change the config under a new run name: " * diverged
-            return _failed(ending(last)[1].splitlines(), other + look)
         case events.Preflight():
             return _preflight_failed(files, last)
-        case events.Stop() | events.Requeue():
-            return _Judgement("stopped", ending(last)[1], _first(files, RESUME))
-    reason = ending(last)[1].split("\n")[0]
-    return _Judgement("cut off", reason or "no end was recorded", _first(files, RESUME))
+        case events.Launch():
+            return _Judgement("cut off", "no end was recorded", _first(files, RESUME))
+        case events.End(state="completed"):
+            return _completed(files)
+        case events.End(state="failed"):
+            look = f"forge logs {files.paths.root}"
+            # Refused at once, as it is, with the same message (train.refuse_known_failure).
+            other = "change the config under a new run name: " * last.fails_again
+            return _failed(last.reason.splitlines(), other + look)
+    return _Judgement(last.state, last.reason.split("\n")[0], _first(files, RESUME))
 
 
 def _not_trained(files: RunFiles, reason: str) -> _Judgement:

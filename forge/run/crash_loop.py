@@ -7,10 +7,7 @@ from pathlib import Path
 
 from forge.core import events
 from forge.core.errors import TrainingError
-from forge.launch.stop_signal import PERSONS_CAUSES
 
-# After these the user has acted: earlier launches do not count.
-_ENDS = (events.Failed, events.Completed)
 _NO_RECORD = "it exited without a record: killed, or its node was lost"
 
 
@@ -38,12 +35,10 @@ def launches_without_progress(log: Sequence[events.Event], step: int) -> list[st
     launches: list[str] = []
     reason, counts = _NO_RECORD, True
     for event in reversed(log):
-        if isinstance(event, _ENDS):
-            break
-        if isinstance(event, events.Lost):
-            reason = event.message
-        elif isinstance(event, events.Requeue | events.Stop):
-            reason, counts = event.cause, counts and event.cause not in PERSONS_CAUSES
+        if isinstance(event, events.End):
+            if event.is_final:  # the user has acted: earlier launches do not count
+                break
+            reason, counts = event.text, counts and not event.by_person
         elif isinstance(event, events.Preempted):
             counts = False
         elif isinstance(event, events.Launch):

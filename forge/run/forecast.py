@@ -15,8 +15,6 @@ from forge.core.terminal import duration
 from forge.core.train_settings import Train
 from forge.run.interruptions import interruptions
 
-_SAVED_AT_THE_END = (events.Stop, events.Completed, events.Preempted, events.Requeue)
-
 
 class Expected(NamedTuple):
     """The goodput that is expected (ettr, in [0, 1]) with a save every `interval` seconds, each of which
@@ -86,7 +84,7 @@ def _gaps(log: Sequence[Event]) -> Iterator[float]:
     for event in [*log, None]:
         if isinstance(event, events.Save):
             saves.append(event)
-        elif isinstance(event, _SAVED_AT_THE_END) and saves and saves[-1].step == event.step:
+        elif isinstance(event, events.End) and saves and saves[-1].step == event.saved_step:
             saves.pop()
         if event is None or isinstance(event, events.Launch):
             ends = ((one.time, other.time - other.stall) for one, other in pairwise(saves))

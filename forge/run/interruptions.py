@@ -17,7 +17,6 @@ from forge.core.events import Event
 from forge.core.goodput import Interruptions
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
-from forge.launch.stop_signal import CAUSES, PERSONS_CAUSES
 from forge.slurm import slurm
 from forge.slurm.slurm import AccountedStart
 
@@ -25,9 +24,7 @@ SINCE_SEC = 30 * 24 * 3600.0  # older events say little about a site
 MOST_LOGS = 20  # of other runs, the newest ones: reading them delays a launch
 RECENT_SAVES = 3
 
-_ENDINGS = (
-    *(events.Completed, events.Stop, events.Lost, events.Failed, events.Preempted, events.Requeue),
-)
+_ENDINGS = (events.End, events.Preempted)
 _DURING = (events.Init, events.Eval, events.Save, events.Skipped, events.Budget, events.Forecast)
 # States of a start that the site has ended. Not TIMEOUT: the user has chosen the limit.
 INTERRUPTED = ("PREEMPTED", "NODE_FAIL", "REQUEUED", "BOOT_FAIL")
@@ -41,7 +38,7 @@ class _Launch:
     end: float
     ready: float | None = None
     ending: Event | None = None  # None: cut off, or still running
-    has_failed: bool = False  # no restart has helped: only a person starts it again
+    is_final: bool = False  # no restart has helped: only a person starts it again
 
 
 def known_at_launch(config: Config, paths: RunPaths, job: slurm.Job | None) -> Interruptions:
@@ -145,7 +142,7 @@ def _launches(log: Iterable[Event]) -> list[_Launch]:
         if isinstance(event, events.Launch):
             launches.append(_Launch(event, event.time))
         elif launches and launches[-1].ending:
-            launches[-1].has_failed |= isinstance(event, events.Failed)
+            launches[-1].is_final |= isinstance(event, events.End) and event.is_final
         elif launches:
             launch = launches[-1]
             if isinstance(event, events.Init) and launch.ready is None:
@@ -171,11 +168,11 @@ def _saved_in_time(launch: _Launch, *, is_last: bool) -> bool | None:
     ending = launch.ending
     if ending is None:
         return None if is_last else False
-    if isinstance(ending, events.Stop | events.Requeue):
-        return None if ending.cause in PERSONS_CAUSES else ending.cause in CAUSES
-    if isinstance(ending, events.Lost | events.Preempted):
-        return isinstance(ending, events.Preempted)
-    return None
+    if isinstance(ending, events.End):
+        if ending.is_final or ending.by_person:
+            return None
+        return ending.saved_step is not None
+    return True  # Slurm gives time before it preempts a job
 
 
 def _down_times(launches: Sequence[_Launch]) -> list[float]:
@@ -185,9 +182,10 @@ def _down_times(launches: Sequence[_Launch]) -> list[float]:
         max(0.0, after.ready - before.end)
         for before, after in pairwise(launches)
         if after.ready is not None
-        and not before.has_failed
+        and not before.is_final
         and (
-            isinstance(before.ending, events.Lost | events.Requeue | events.Preempted)
+            isinstance(before.ending, events.Preempted)
+            or (isinstance(before.ending, events.End) and before.ending.starts_again)
             or (after.start.job is not None and after.start.job == before.start.job)
         )
     ]

@@ -9,16 +9,17 @@ from collections.abc import Callable, Sequence
 
 from forge.core import events
 from forge.core.errors import ForgeError
+from forge.core.events import PERSONS_CAUSES, STOP_CAUSES
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.terminal import say
 from forge.hosts.placement import Placement
-from forge.launch.launcher import RESTARTED_CAUSES
+from forge.launch.lost_ranks import RESTARTED_CAUSES
 from forge.launch.rank_records import RankRecord
 from forge.slurm import exclude, slurm
 
-# Causes after which the job is requeued. Ctrl-C and a STOP file are the user's decision to stop.
-REQUEUED_CAUSES = ("deadline", "SIGUSR1", "SIGTERM", *RESTARTED_CAUSES)
+# Causes after which the job is requeued; a stop by a person is that person's decision.
+REQUEUED_CAUSES = {*STOP_CAUSES, *RESTARTED_CAUSES} - {"", *PERSONS_CAUSES}
 
 # Slurm ends a requeued job within its KillWait (30 s by default) plus a scheduling round.
 REQUEUE_WAIT_SEC = 180.0

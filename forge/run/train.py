@@ -109,8 +109,7 @@ def refuse_known_failure(config: ResolvedConfig, paths: RunPaths) -> None:
 
     config: as in the run's config.json. Other failures may have been repaired, and are tried again.
     """
-    ends = (events.Failed, events.Stop, events.Completed)
-    last = events.last(events.read(paths.events), *ends)
+    last = events.last(events.read(paths.events), events.End)
     if (
         isinstance(last, events.Failed)
         and last.diverged
@@ -358,7 +357,7 @@ def _conclude(program: TrainingProgram, record: RankRecord, start: LaunchPlan) -
     if record.status == "completed":
         assert record.step is not None
         return _write_trained(program, record.step)
-    if record.status == "stopped":
+    if not record.is_failure:
         step = _committed_step(program)
         events.record(paths.events, events.Stop(cause=record.cause, step=step))
         raise StoppedEarly(

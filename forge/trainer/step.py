@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from forge.core import failpoints
+from forge.core.events import STOP_CAUSES
 from forge.core.train_settings import Train
 from forge.data.loader import Loader, Prefetcher
 from forge.data.sample_order import MixedOrder
@@ -21,7 +22,6 @@ from forge.data.sources import Tokens
 from forge.data.windows import joined_windows
 from forge.launch.heartbeat import heartbeat
 from forge.launch.process_group import World, named
-from forge.launch.stop_signal import CAUSES
 from forge.trainer import optim
 from forge.trainer.divergence import SpikeRule, Verdict, not_finite
 from forge.trainer.parallel import ParallelModel
@@ -30,7 +30,7 @@ from forge.trainer.parallel import ParallelModel
 class Flags(NamedTuple):
     """The flags that one rank sends to the others."""
 
-    stop_cause: str  # one of CAUSES; "" to continue
+    stop_cause: str  # one of STOP_CAUSES; "" to continue
     checkpoint_overdue: bool  # by its clock
     save_done: bool  # it has written its part of the save in progress
 
@@ -38,7 +38,7 @@ class Flags(NamedTuple):
     def numbers(self) -> list[float]:
         """The flags as numbers, for a collective."""
         return [
-            float(CAUSES.index(self.stop_cause)),
+            float(STOP_CAUSES.index(self.stop_cause)),
             float(self.checkpoint_overdue),
             float(self.save_done),
         ]
@@ -47,7 +47,9 @@ class Flags(NamedTuple):
 class Agreement(NamedTuple):
     """Decisions that all ranks share."""
 
-    stop_cause: str = ""  # the one that comes last in CAUSES of all ranks' causes; "" to continue
+    stop_cause: str = (
+        ""  # the one that comes last in STOP_CAUSES of all ranks' causes; "" to continue
+    )
     checkpoint_overdue: bool = False  # by the clock of rank 0
     save_done: bool = False  # all ranks have written their part of the save in progress
 
@@ -55,7 +57,7 @@ class Agreement(NamedTuple):
     def of(cls, table: Sequence[Sequence[float]]) -> Agreement:
         """table: Flags.numbers of each rank, by rank."""
         return cls(
-            stop_cause=CAUSES[int(max(row[0] for row in table))],
+            stop_cause=STOP_CAUSES[int(max(row[0] for row in table))],
             checkpoint_overdue=bool(table[0][1]),
             save_done=all(row[2] for row in table),
         )

@@ -90,7 +90,10 @@ class Rows:
         is_launch = isinstance(event, events.Launch)
         self._launches += is_launch
         self._may_repeat = is_launch or (self._may_repeat and not _is_last_of_its_step(event))
-        self.state = _state(event) or self.state
+        if isinstance(event, events.End):
+            self.state = ": ".join(filter(None, (event.words, event.text)))
+        elif is_launch:
+            self.state = "running"
         into = self._open.values if self._open and not is_launch else self._waiting
         into |= self._numbers(event)
 
@@ -127,21 +130,4 @@ def values_of(line: Line) -> dict[str, float]:
 
 def _is_last_of_its_step(event: Event) -> bool:
     """Return whether the run has ended so that a rerun of the same command repeats no step."""
-    if isinstance(event, events.Failed):
-        return event.diverged
-    return isinstance(event, events.Completed | events.Stop | events.Requeue)
-
-
-def _state(event: Event) -> str:
-    match event:
-        case events.Launch():
-            return "running"
-        case events.Completed():
-            return "completed"
-        case events.Stop():
-            return f"stopped: {event.cause}"
-        case events.Requeue():
-            return f"requeued: {event.cause}"
-        case events.Failed():
-            return f"failed: {event.message}"
-    return ""
+    return isinstance(event, events.End) and (event.saved_step is not None or event.fails_again)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forge.launch.stop_signal import CAUSES, StopFlag
+from forge.core.events import STOP_CAUSES
+from forge.launch.stop_signal import StopFlag
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def test_signal_sets_the_flag_and_nothing_else(flag, number, cause):
     assert flag.cause() == ""
     os.kill(os.getpid(), number)
     assert flag.cause() == cause
-    assert cause in CAUSES
+    assert cause in STOP_CAUSES
 
 
 def test_file_system_with_a_hiccup_is_no_error_and_is_asked_again(tmp_path, monkeypatch):
@@ -70,4 +71,4 @@ def test_without_a_stop_file_only_signals_count():
 
 def test_the_heavier_cause_is_the_later_one():
     """Ranks agree on the largest index, so what ends the job outweighs what only asks."""
-    assert CAUSES == ("", "deadline", "STOP file", "SIGUSR1", "SIGTERM", "Ctrl-C")
+    assert STOP_CAUSES == ("", "deadline", "STOP file", "SIGUSR1", "SIGTERM", "Ctrl-C")

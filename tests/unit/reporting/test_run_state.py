@@ -23,7 +23,6 @@ from support.run_states import (
 )
 
 from forge.checkpoint.sealed import ProgramCheckpoints
-from forge.core import events
 from forge.core.file_list import FileList
 from forge.core.files import read_json, write_json
 from forge.core.process import Process
@@ -233,11 +232,6 @@ def test_a_job_that_only_completes_hides_no_end(run):
     run.save(GOAL)
     run.complete(GOAL)
     assert judged(run, [queued("COMPLETING")]).state == "done"
-
-
-def test_the_outcome_of_a_launch_is_the_reason_of_the_runs_state(run):
-    assert run_state.ending(happenings.failed("loss nan")) == ("failed", "rank 1: loss nan")
-    assert not any(run_state.ending(events.Save(seconds=1, stall=1, bytes=1, step=1)))
 
 
 # --- states ---------------------------------------------------------------------------------------
