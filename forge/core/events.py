@@ -148,6 +148,11 @@ class Launch(Event):
     job: str | None = None
     restart: int | None = None
 
+    @property
+    def log_prefix(self) -> str:
+        """As `LaunchSpec.log_prefix`."""
+        return f"{self.job}.{self.restart}" if self.job else f"local.{self.launch}"
+
 
 class Init(Timed):
     """The ranks are ready to train. seconds: since their launch. numerics: all settings besides weights

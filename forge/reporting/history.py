@@ -1,21 +1,17 @@
-"""History of a run: its launches, and where the wall time went.
-
-Read from metrics.jsonl and events.jsonl. Both are append-only and outlive every restart, so a step
-may appear twice: as first trained, and as recomputed after a restart.
-"""
+"""History of a run: its launches, and where the wall time went."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from forge.core import events
 from forge.core.events import Event
 from forge.core.paths import RunPaths
+from forge.run.launches import LaunchHistory, launches_of
 from forge.trainer import metrics
 from forge.trainer.metrics import Line
 
@@ -32,7 +28,6 @@ PHASES = {
     "waiting": "queue, start of processes, down time between launches",
 }
 
-_IN_LAUNCH = (events.Launch, events.Init, events.Eval, events.Save, events.End)
 _AROUND = (events.Stage, events.Preflight, events.Validate)
 
 
@@ -42,80 +37,6 @@ class Phase(NamedTuple):
     name: str
     start: float
     end: float
-
-
-@dataclass
-class LaunchHistory:
-    """One start of the ranks, from the first line that carries its id to its recorded end."""
-
-    id: str
-    start: float
-    log: list[Event] = field(default_factory=list)  # in order of time
-    metrics: list[Line] = field(default_factory=list)  # in order of time
-    is_last: bool = False
-
-    def first(self, *kinds: type[Event]) -> Any:
-        """The launch's first event of one of these kinds; None without such an event."""
-        return next((event for event in self.log if isinstance(event, kinds)), None)
-
-    @cached_property
-    def ending(self) -> events.End | None:
-        """The event that ended it; None when it was cut off, or still runs."""
-        return next((event for event in self.log if isinstance(event, events.End)), None)
-
-    @cached_property
-    def end(self) -> float:
-        if self.ending:
-            return self.ending.time
-        times = [event.time for event in self.log[-1:]] + [line.time for line in self.metrics[-1:]]
-        return max(times)
-
-    @cached_property
-    def ready(self) -> float | None:
-        """Time at which its ranks were ready to train; None if they never were."""
-        if init := self.first(events.Init):
-            return init.time
-        return next((line.time for line in self.metrics), None)
-
-    @cached_property
-    def resumed_step(self) -> int | None:
-        """The step it went on from (0: a fresh start); None if it never got there."""
-        if init := self.first(events.Init):
-            return init.step
-        launch = self.first(events.Launch)
-        if launch and any(line.kind == "step" for line in self.metrics):
-            return launch.step
-        # Without the event: its first line tells that everything from there on was done again.
-        first = next((line.step for line in self.metrics if line.kind == "train"), None)
-        return None if first is None else max(first - 1, 0)
-
-    @cached_property
-    def passed(self) -> list[tuple[int, float]]:
-        """(step, when training went on beyond it) of all that was recorded of a step."""
-        reached = [(line.step, line.time) for line in self.metrics]
-        return reached + [
-            # The event of a save is written when the checkpoint is committed, steps later.
-            (step, _span(event).end if isinstance(event, events.Save) else event.time)
-            for event in self.log
-            # After the loss of a rank the step of an end is behind those that were reached.
-            if (
-                step := event.saved_step
-                if isinstance(event, events.End)
-                else getattr(event, "step", None)
-            )
-            is not None
-        ]
-
-    @cached_property
-    def last_step(self) -> int:
-        return max((step for step, _ in self.passed), default=0)
-
-    @property
-    def outcome(self) -> str:
-        """How it ended, for people."""
-        if self.ending:
-            return self.ending.outcome
-        return "no end recorded: it still runs or was killed" if self.is_last else "cut off"
 
 
 @dataclass
@@ -151,32 +72,8 @@ def read_history(paths: RunPaths) -> History:
 
 def history_of(log: list[Event], lines: Sequence[Line]) -> History:
     """The history that these files of a run tell."""
-    launches = _launches(log, lines)
+    launches = launches_of(log, lines)
     return History(launches, _phases(log, launches))
-
-
-# --- launches -----------------------------------------------------------------------------------
-
-
-def _launches(log: list[Event], lines: Sequence[Line]) -> list[LaunchHistory]:
-    """An event that names no launch belongs to the launch of the event before it."""
-    launches: dict[str, LaunchHistory] = {}
-    name: str | None = None
-    own = [(event.time, event) for event in log if isinstance(event, _IN_LAUNCH)]
-    rows = [(line.time, line) for line in lines]
-    # Stable: equal times keep the order of the files.
-    for when, entry in sorted([*own, *rows], key=lambda pair: pair[0]):
-        name = getattr(entry, "launch", name)
-        if name is None:
-            continue
-        launch = launches.setdefault(name, LaunchHistory(name, when))
-        if isinstance(entry, Line):
-            launch.metrics.append(entry)
-        else:
-            launch.log.append(entry)
-    for launch in list(launches.values())[-1:]:
-        launch.is_last = True
-    return list(launches.values())
 
 
 def kept_steps(launches: list[LaunchHistory]) -> dict[str, float]:
@@ -230,7 +127,7 @@ def _recomputed_from(launch: LaunchHistory, kept_step: float) -> float:
     if launch.ready is None:
         return inf
     if launch.ending and launch.ending.is_failure:
-        saved = [event.step for event in launch.log if isinstance(event, events.Save)]
+        saved = [save.step for save in launch.saves]
         kept_step = min(kept_step, max(saved, default=launch.resumed_step or 0))
     if launch.last_step <= kept_step:
         return inf

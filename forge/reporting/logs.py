@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +27,7 @@ from forge.reporting.log_errors import (
     last_error,
     said,
 )
+from forge.run.launches import LaunchHistory, launches_of
 
 # Errors are searched in the end of each log: a rank mostly dies of the last that it says. Of a
 # thousand ranks' logs so much less of each that the answer comes within seconds.
@@ -193,11 +194,11 @@ def errors_of(paths: RunPaths, start: LaunchLogs, commands: Sequence[Log]) -> li
     errors = [error for log in start.logs for error in _errors_in(log, share)]
     # A rank's record repeats its log, which has more of it, or is the only place that tells its error.
     seen = {(error.who, error.kind) for error in errors}
-    own_events = _events(paths, start)
-    errors += [error for error in _of_ranks(own_events) if (error.who, error.kind) not in seen]
+    launches = _launches(paths, start)
+    errors += [error for error in _of_ranks(launches) if (error.who, error.kind) not in seen]
     # So do the outcome, and the end of a subcommand's log.
     for more in (
-        _of_outcome(own_events, start),
+        _of_outcome(launches, start),
         [error for error in _last_errors(commands) if error.time >= start.began],
     ):
         known = {error.kind for error in errors}
@@ -205,22 +206,26 @@ def errors_of(paths: RunPaths, start: LaunchLogs, commands: Sequence[Log]) -> li
     return group(errors)
 
 
-def _of_ranks(own_events: Sequence[events.Event]) -> Iterator[LoggedError]:
+def _of_ranks(launches: Iterable[LaunchHistory]) -> Iterator[LoggedError]:
     """Messages that ranks have recorded."""
-    for event in own_events:
-        if isinstance(event, events.RankError) and event.message != NO_RECORD:
+    for event in _rank_errors(launches):
+        if event.message != NO_RECORD:
             lines = tuple(clean(event.message.splitlines()))
             for rank in event.ranks:
                 yield LoggedError(lines, event.time, f"rank {rank}", event.host)
 
 
-def _of_outcome(own_events: Sequence[events.Event], start: LaunchLogs) -> Iterator[LoggedError]:
+def _rank_errors(launches: Iterable[LaunchHistory]) -> Iterator[events.RankError]:
+    return (e for launch in launches for e in launch.log if isinstance(e, events.RankError))
+
+
+def _of_outcome(launches: Iterable[LaunchHistory], start: LaunchLogs) -> Iterator[LoggedError]:
     """The failure of the launches, or the loss of ranks."""
     node_of = {log.who: log.node for log in start.logs}
-    for event in own_events:
-        if isinstance(event, events.End) and event.is_failure:
-            lines = tuple(clean(event.text.splitlines()))
-            yield LoggedError(lines, event.time, event.who, node_of.get(event.who, ""))
+    for end in (end for launch in launches for end in launch.ends):
+        if end.is_failure:
+            lines = tuple(clean(end.text.splitlines()))
+            yield LoggedError(lines, end.time, end.who, node_of.get(end.who, ""))
 
 
 def _searched_bytes(start: LaunchLogs) -> int:
@@ -237,15 +242,10 @@ def _last_errors(commands: Sequence[Log]) -> list[LoggedError]:
     return [error for log in commands if (error := last_error(log.path))]
 
 
-def _events(paths: RunPaths, start: LaunchLogs) -> list[events.Event]:
-    """The events from this start's first launch to the next start's."""
-    own_events, inside = [], False
-    for event in events.read(paths.events):
-        if isinstance(event, events.Launch):
-            inside = start.name in (f"{event.job}.{event.restart}", f"local.{event.launch}")
-        if inside:
-            own_events.append(event)
-    return own_events
+def _launches(paths: RunPaths, start: LaunchLogs) -> list[LaunchHistory]:
+    """The launches of this start: several where ranks were lost."""
+    launches = launches_of(events.read(paths.events))
+    return [one for one in launches if one.begun and one.begun.log_prefix == start.name]
 
 
 # --- on the screen ---------------------------------------------------------------------------------
@@ -287,11 +287,12 @@ class _View:
             f" {len(self.starts)}), {ranks} on {_few(start.nodes) or 'no node'}",
             "bold",
         )
-        for event in _events(self.paths, start):
-            if isinstance(event, events.End) and event.saved_step is not None:
-                at = f"{event.words} at step {event.saved_step}"
-                why = f": {event.reason}" if event.reason else ""
-                self.screen.line(f"{at}{why}, {clock(event.time)}")
+        launches = _launches(self.paths, start)
+        for end in (end for launch in launches for end in launch.ends):
+            if end.saved_step is not None:
+                why = f": {end.reason}" if end.reason else ""
+                at = f"{end.words} at step {end.saved_step}{why}"
+                self.screen.line(f"{at}, {clock(end.time)}")
         shown = start.logs
         if with_errors:
             self.show_errors(errors_of(self.paths, start, self.commands if is_last else ()))
@@ -306,8 +307,8 @@ class _View:
         """The logs of rank 0, of the launcher, and of the first rank that has ended without a record."""
         silent = [
             event.ranks[0]
-            for event in _events(self.paths, start)
-            if isinstance(event, events.RankError) and event.message == NO_RECORD
+            for event in _rank_errors(_launches(self.paths, start))
+            if event.message == NO_RECORD
         ]
         ranks = (None, start.ranks[0].rank if start.ranks else 0, *silent[-1:])
         return tuple(log for log in start.logs if log.rank in ranks)

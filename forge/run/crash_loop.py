@@ -7,6 +7,7 @@ from pathlib import Path
 
 from forge.core import events
 from forge.core.errors import TrainingError
+from forge.run.launches import launches_of
 
 _NO_RECORD = "it exited without a record: killed, or its node was lost"
 
@@ -33,18 +34,11 @@ def refuse_if_stuck(log: Path, step: int, limit: int) -> None:
 def launches_without_progress(log: Sequence[events.Event], step: int) -> list[str]:
     """Name and end of each of the last launches that began at `step`, oldest first."""
     launches: list[str] = []
-    reason, counts = _NO_RECORD, True
-    for event in reversed(log):
-        if isinstance(event, events.End):
-            if event.is_final:  # the user has acted: earlier launches do not count
-                break
-            reason, counts = event.text, counts and not event.by_person
-        elif isinstance(event, events.Preempted):
-            counts = False
-        elif isinstance(event, events.Launch):
-            if event.step != step:
-                break
-            if counts:
-                launches.insert(0, f"{event.launch}: {reason}")
-            reason, counts = _NO_RECORD, True
+    for launch in reversed(launches_of(log)):
+        # After an end that is final the user has acted: earlier launches do not count.
+        if launch.is_final or launch.begun is None or launch.begun.step != step:
+            break
+        if not launch.was_preempted and not any(end.by_person for end in launch.ends):
+            reason = launch.ending.text if launch.ending else _NO_RECORD
+            launches.insert(0, f"{launch.id}: {reason}")
     return launches

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from statistics import median
@@ -14,6 +14,7 @@ from forge.core.goodput import STALL_SEC, Interruptions
 from forge.core.terminal import duration
 from forge.core.train_settings import Train
 from forge.run.interruptions import interruptions
+from forge.run.launches import LaunchHistory, launches_of
 
 
 class Expected(NamedTuple):
@@ -42,7 +43,8 @@ def expected_by(log: Sequence[Event]) -> Expected | None:
     or minutes. None before the second save of a launch."""
     if isinstance(told := events.last(log, events.Forecast), events.Forecast):
         return Expected(told.ettr, told.interval, told.stall, told.basis) if told.interval else None
-    known, gaps = interruptions([log]), list(_gaps(log))
+    launches = launches_of(log)
+    known, gaps = interruptions([launches]), list(_gaps(launches))
     if known.stall is None or not gaps:
         return None
     return _expected(known, median(gaps), known.stall)
@@ -77,16 +79,11 @@ def _expected(known: Interruptions, interval: float, stall: float) -> Expected |
     return Expected(known.ettr(interval, stall), interval, stall, str(known))
 
 
-def _gaps(log: Sequence[Event]) -> Iterator[float]:
+def _gaps(launches: Iterable[LaunchHistory]) -> Iterator[float]:
     """Seconds of training between two saves of a launch, but not before that of its end, which comes at
     any time."""
-    saves: list[events.Save] = []
-    for event in [*log, None]:
-        if isinstance(event, events.Save):
-            saves.append(event)
-        elif isinstance(event, events.End) and saves and saves[-1].step == event.saved_step:
-            saves.pop()
-        if event is None or isinstance(event, events.Launch):
-            ends = ((one.time, other.time - other.stall) for one, other in pairwise(saves))
-            yield from (end - start for start, end in ends if end > start)
-            saves = []
+    for launch in launches:
+        final = launch.ending.saved_step if launch.ending else None
+        saves = [save for save in launch.saves if save.step != final]
+        ends = ((one.time, other.time - other.stall) for one, other in pairwise(saves))
+        yield from (end - start for start, end in ends if end > start)

@@ -282,7 +282,8 @@ def interrupted_every(seconds, log):
     """An event log of 800 launches here today, each of which lost a rank."""
     for number in reversed(range(1, 801)):
         began = time.time() - 2 * number * seconds
-        for event, at in ((happenings.launch(host=hostname()), 0), (happenings.lost(), seconds)):
+        launch = happenings.launch(launch=str(number), host=hostname())
+        for event, at in ((launch, 0), (happenings.lost(), seconds)):
             events.record(log, event.model_copy(update={"time": began + at}))
 
 

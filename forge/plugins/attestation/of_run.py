@@ -44,7 +44,8 @@ from forge.plugins.attestation.chain import (
     TokensOfSource,
     ValidationMade,
 )
-from forge.reporting.history import LaunchHistory, read_history
+from forge.reporting.history import read_history
+from forge.run.launches import LaunchHistory
 from forge.run.programs import SavedRun
 
 SomeRecord = TypeVar("SomeRecord", bound=Record)
@@ -223,7 +224,7 @@ def _launches(run: RunPaths) -> LaunchesMade:
 
 def _launch(launch: LaunchHistory) -> LaunchMade:
     """Without names of nodes and jobs, which say nothing to a stranger."""
-    begun = launch.first(events.Launch)
+    begun = launch.begun
     return LaunchMade(
         started=launch.start,
         ended=launch.end,

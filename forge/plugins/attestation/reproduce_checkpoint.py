@@ -14,7 +14,6 @@ from pathlib import Path
 from forge.attestation import verify
 from forge.checkpoint.directory import refuse_link
 from forge.checkpoint.resume import CommittedCheckpoints, is_checkpoint
-from forge.core import events
 from forge.core.errors import ConfigError, DataError, ForgeError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths, checkpoint_step
@@ -125,7 +124,7 @@ def _nodes_of(run: RunPaths, first: int, last: int) -> list[str]:
     nodes: set[str] = set()
     with suppress(ForgeError):
         for launch in read_history(run).launches:
-            begun = launch.first(events.Launch)
+            begun = launch.begun
             if begun and begun.step < last and launch.last_step > first:
                 nodes.update(begun.nodes)
     return sorted(nodes)

@@ -14,7 +14,8 @@ from forge.core.errors import DataError
 from forge.core.events import Event
 from forge.core.paths import RunPaths
 from forge.core.records import BitsPerByte
-from forge.reporting.history import History, LaunchHistory, history_of, kept_steps
+from forge.reporting.history import History, history_of, kept_steps
+from forge.run.launches import LaunchHistory
 from forge.trainer import metrics
 from forge.trainer.metrics import EvalLine, Line
 
@@ -117,7 +118,7 @@ def device_hours(launches: Iterable[LaunchHistory]) -> dict[str, float]:
     program, which does not tell what it uses, ranks. Keys: gpu_hours, core_hours, rank_hours."""
     hours: dict[str, float] = defaultdict(float)
     for launch in launches:
-        start, init = launch.first(events.Launch), launch.first(events.Init)
+        start, init = launch.begun, launch.first(events.Init)
         if start is None:
             continue
         numerics = init.numerics if init else {}

@@ -15,7 +15,7 @@ from forge.core import json_lines
 from forge.core.errors import ForgeError
 from forge.core.paths import RunPaths
 from forge.launch.monitor import NodeLoad
-from forge.reporting.history import LaunchHistory
+from forge.run.launches import LaunchHistory
 
 if TYPE_CHECKING:
     import pandas as pd

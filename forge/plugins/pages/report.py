@@ -29,9 +29,10 @@ from forge.plugins.pages.charts import (
 from forge.plugins.pages.curves import Curves, device_hours, facts, read_curves
 from forge.plugins.pages.node_load import read_loads
 from forge.plugins.pages.run_tree import TreeRun, family_of
-from forge.reporting.history import PHASES, History, LaunchHistory
+from forge.reporting.history import PHASES, History
 from forge.reporting.run_rows import read_scores
 from forge.reporting.summary import Summary, summarize
+from forge.run.launches import LaunchHistory
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -186,7 +187,7 @@ def _time(history: History) -> dict[str, Any]:
 
 
 def _launch_row(launch: LaunchHistory) -> dict[str, Any]:
-    start: events.Launch | None = launch.first(events.Launch)
+    start: events.Launch | None = launch.begun
     return {
         "start": launch.start,
         "seconds": launch.end - launch.start,

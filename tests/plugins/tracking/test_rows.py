@@ -149,6 +149,7 @@ def test_program_that_tells_steps_only_has_these(paths):
         (happenings.stop("SIGTERM"), "stopped: SIGTERM"),
         (happenings.failed("loss nan"), "failed: loss nan"),
         (happenings.requeue("SIGUSR1"), "requeued: SIGUSR1"),
+        (happenings.lost("rank 1 is gone"), "cut off: rank 1 is gone"),
         (happenings.launch(), "running"),
     ],
 )

@@ -138,7 +138,8 @@ def test_tail_of_a_rank_that_left_no_record_is_shown(run, capsys):
 
 def test_the_event_log_of_another_start_is_left_out(run, capsys):
     for restart, event in ((0, happenings.failed("old")), (1, happenings.completed(9))):
-        events.record(run.events, happenings.launch(job="12", restart=restart))
+        launch = happenings.launch(launch=f"launch-{restart}", job="12", restart=restart)
+        events.record(run.events, launch)
         events.record(run.events, event)
         write(run, f"12.{restart}.node01.0.log", "banner\n", NOON + restart)
     text = shown(capsys, run)

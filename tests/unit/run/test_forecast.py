@@ -69,7 +69,7 @@ def test_gap_between_launches_is_no_interval():
     log = []
     for start in (0, 1000):
         saves = [at(start + 60 * n, happenings.save(seconds=0, stall=0)) for n in (1, 2)]
-        log += [at(start, happenings.launch()), *saves]
+        log += [at(start, happenings.launch(launch=f"launch-{start}")), *saves]
     assert expected_by(log).interval == 60
 
 

@@ -10,6 +10,7 @@ from forge.core.goodput import Interruptions
 from forge.core.paths import RunPaths
 from forge.run import interruptions as module
 from forge.run.interruptions import interruptions, known_at_launch, known_here
+from forge.run.launches import launches_of
 from forge.slurm.slurm import AccountedStart
 
 HOUR = 3600
@@ -22,7 +23,13 @@ def at(time, event):
 
 def launched(time, *later, **facts):
     """A launch at `time` that is ready 20 s later, and what follows, each with its time."""
-    return [at(time, happenings.launch(**facts)), at(time + 20, happenings.init()), *later]
+    name = f"launch-{time}"
+    begun = at(time, happenings.launch(launch=name, **facts))
+    return [begun, at(time + 20, happenings.init(launch=name)), *later]
+
+
+def known_of(*logs, starts=()):
+    return interruptions([launches_of(log) for log in logs], starts)
 
 
 ENDINGS = {
@@ -41,47 +48,47 @@ ENDINGS = {
 @pytest.mark.parametrize("name", ENDINGS)
 def test_launch_counts_by_how_it_ended(name):
     ending, saved, not_saved = ENDINGS[name]
-    known = interruptions([launched(0, at(100, ending))])
+    known = known_of(launched(0, at(100, ending)))
     assert (known.saved, known.not_saved) == (saved, not_saved)
     assert (known.number, known.seconds) == (saved + not_saved, 100)
 
 
 def test_launch_without_an_end_was_cut_off_if_another_follows():
     cut = launched(0, at(100, happenings.save()))
-    assert interruptions([cut]).number == 0
-    known = interruptions([cut + launched(500, at(700, happenings.completed()))])
+    assert known_of(cut).number == 0
+    known = known_of(cut + launched(500, at(700, happenings.completed())))
     assert (known.number, known.not_saved, known.seconds) == (1, 1, 300)
 
 
 def test_launch_that_was_lost_and_requeued_counts_once():
     log = launched(0, at(100, happenings.lost()), at(101, happenings.requeue("hang")))
-    assert interruptions([log]).number == 1
+    assert known_of(log).number == 1
 
 
 def test_down_time_is_to_the_next_first_step_unless_a_person_restarted():
     lost = launched(0, at(100, happenings.lost())) + launched(130)
-    assert interruptions([lost]).restart == 50
+    assert known_of(lost).restart == 50
     stopped = launched(0, at(100, happenings.stop())) + launched(9000)
-    assert interruptions([stopped]).restart == 20  # of a launch to its first step
+    assert known_of(stopped).restart == 20  # of a launch to its first step
     given_up = launched(0, at(100, happenings.lost()), at(100, happenings.failed()))
-    assert interruptions([given_up + launched(9000)]).restart == 20
+    assert known_of(given_up + launched(9000)).restart == 20
     cut_off = launched(0, job="7") + launched(9000, job="7", restart=1)
-    assert interruptions([cut_off]).restart == 9000
+    assert known_of(cut_off).restart == 9000
 
 
 def test_costs_of_saves_are_those_of_the_last_ones_of_the_run_itself():
     stalls = (9.0, 0.4, 0.6, 0.5)
     own = launched(0, *(at(30, happenings.save(seconds=2.0, stall=stall)) for stall in stalls))
     other = launched(0, at(30, happenings.save(seconds=90.0, stall=80.0)))
-    known = interruptions([own, other])
+    known = known_of(own, other)
     assert (known.stall, known.save) == (0.5, 2.0)
-    assert interruptions([[], other]).stall is None
+    assert known_of([], other).stall is None
 
 
 @pytest.mark.parametrize("stall", [float("nan"), float("inf"), -1.0])
 def test_save_with_an_impossible_stall_is_left_out(stall):
     log = launched(0, at(30, happenings.save(seconds=2.0, stall=stall)))
-    assert interruptions([log]).stall is None
+    assert known_of(log).stall is None
 
 
 def test_jobs_of_slurm_count_unless_a_log_has_them():
@@ -94,7 +101,7 @@ def test_jobs_of_slurm_count_unless_a_log_has_them():
         *(AccountedStart("10", state, 10) for state in ("TIMEOUT", "FAILED", "CANCELLED")),
     ]
     log = launched(0, at(100, happenings.preempted()), job="7")
-    known = interruptions([log], starts)
+    known = known_of(log, starts=starts)
     assert (known.number, known.seconds) == (3, 310)
     assert (known.saved, known.not_saved) == (1, 0)
 
