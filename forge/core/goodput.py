@@ -9,7 +9,10 @@ cost the steps since the last checkpoint, half an interval in the mean, and the 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from statistics import median
 
+from forge.core.events import Event, Save
 from forge.core.records import RecordPart
 from forge.core.terminal import duration
 
@@ -23,6 +26,7 @@ DETECTION_SEC = (
     30.0  # a killed rank is noticed within seconds, a dead node or a hang within minutes
 )
 STALL_SEC = 5.0  # of a save, in forecasts for runs that have saved nothing yet
+RECENT_SAVES = 3
 # Limits of an automatic interval: an event costs an hour at most, and 10 s are little enough; training
 # waits for saves a tenth of the time at most, and each is committed long before the next.
 MIN_INTERVAL_SEC, MAX_INTERVAL_SEC, STALLS, SAVES = 10.0, 3600.0, 10, 2
@@ -61,13 +65,43 @@ def best_interval(*, stall: float, between_events: float, saved_share: float = 0
     return math.sqrt(2 * stall * between_events / (1 - saved_share))
 
 
+class SaveTimes:
+    """What saves of a run cost: those of this launch, or the last ones before it until there is one."""
+
+    def __init__(self, log: Iterable[Event] = ()) -> None:
+        """log: before this launch. Times that were edited into what no time can be are left out."""
+        saves = [event for event in log if isinstance(event, Save)]
+        possible = [s for s in saves if 0 <= s.stall < math.inf and 0 <= s.seconds < math.inf]
+        self._before, self._own = possible[-RECENT_SAVES:], list[Save]()
+
+    def add(self, save: Save) -> None:
+        """Count a save of this launch."""
+        self._own.append(save)
+
+    @property
+    def has_own(self) -> bool:
+        return bool(self._own)
+
+    @property
+    def cost(self) -> tuple[float, float] | None:
+        """Seconds for which training waits for a save, and that the save takes: medians of the last ones.
+        None before the first save of the run."""
+        if not (recent := (self._own or self._before)[-RECENT_SAVES:]):
+            return None
+        return median(save.stall for save in recent), median(save.seconds for save in recent)
+
+    @property
+    def slowest(self) -> float | None:
+        """Seconds that the slowest one takes; None before the first save of the run."""
+        return max((save.seconds for save in self._own or self._before), default=None)
+
+
 class Interruptions(RecordPart):
-    """Interruptions of runs here, as far as they are known, and the run's own saves. Times in seconds.
+    """Interruptions of runs here, as far as they are known. Times in seconds.
 
     number: of events, in launches and jobs that lasted `seconds` together. saved, not_saved: of these
     events, those of which an event log says whether a checkpoint was saved in time. restart: median time
-    from the end of a launch to the first step of the next. stall, save: of the run's last saves, how long
-    training waited and how long they took. None: not measured yet.
+    from the end of a launch to the first step of the next; None: not measured yet.
     """
 
     number: int = 0
@@ -75,8 +109,6 @@ class Interruptions(RecordPart):
     saved: int = 0
     not_saved: int = 0
     restart: float | None = None
-    stall: float | None = None
-    save: float | None = None
 
     @property
     def between_events(self) -> float:
@@ -112,7 +144,8 @@ class Interruptions(RecordPart):
 
     def interval(self, stall: float, save: float) -> float:
         """The best interval within its limits: at most MAX_INTERVAL_SEC; saves take at most a tenth of
-        the time, and a save is committed long before the next. stall, save: as above."""
+        the time, and a save is committed long before the next. stall, save: how long training waits for
+        a save, and how long that takes."""
         best = best_interval(
             stall=stall, between_events=self.between_events, saved_share=self.saved_share
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from forge.core import events
 from forge.core.errors import UnfitError
+from forge.core.goodput import SaveTimes
 from forge.core.paths import RunPaths
 from forge.launch.rank_records import LaunchSpec
 from forge.slurm import slurm
@@ -19,13 +20,10 @@ from forge.slurm import slurm
 # which all nodes write at once, each at half the rate that preflight has measured with a small file, else
 # at 100 MB/s, which most disks and network file systems exceed.
 UNMEASURED_SEC, BYTES_OF_WEIGHT, UNMEASURED_RATE, OF_MEASURED_RATE = 5.0, 12, 100e6, 0.5
-RECENT_SAVES = 3
 # Added to what was measured: for the agreement of the ranks, a loaded file system, and process exit.
 MARGIN_SEC, MARGIN = 5.0, 1.1
 # Slurm checks time limits about twice a minute (sched_params), so its signal may be this late.
 SLURM_LATE_SEC = 30.0
-# The recommended interval between checkpoints spends at most this fraction of the time on saves.
-SAVE_SHARE = 0.02
 WARN_AGAIN = 1.5
 
 
@@ -39,15 +37,16 @@ class ShutdownBudget:
     read_deadline: Callable[[], float | None] = lambda: None  # as Slurm has it now; None: unknown
     step_sec: float = 0.0
     evaluation_sec: float = 0.0
-    save_sec: float | None = None
-    stall_sec: float = 0.0
-    expected_save_sec: float = UNMEASURED_SEC  # until this launch has measured a save
+    saves: SaveTimes = field(default_factory=SaveTimes)
+    estimated_save_sec: float = UNMEASURED_SEC  # for a run that has saved nothing yet
     in_flight: bool = False  # async_save: a stop may have to wait for the save that is under way
     steps_ahead: int = 0  # steps that are launched before the ranks read that one of them stops
     _warned: float = field(default=0.0, init=False)
 
     @classmethod
-    def of(cls, spec: LaunchSpec, num_weights: int, *, steps_ahead: int = 0) -> ShutdownBudget:
+    def of(
+        cls, spec: LaunchSpec, num_weights: int, saves: SaveTimes, *, steps_ahead: int = 0
+    ) -> ShutdownBudget:
         """The budget when a launch begins: the windows of machine.yaml and the end of the job."""
         task, machine, job = spec.train_task, spec.machine, spec.job
         windows = {"stop_grace_sec": machine.stop_grace_sec}
@@ -65,7 +64,8 @@ class ShutdownBudget:
             windows,
             task.deadline,
             read_deadline,
-            expected_save_sec=_expected_save_sec(spec, num_weights),
+            saves=saves,
+            estimated_save_sec=_estimated_save_sec(spec, num_weights),
             in_flight=machine.async_save,
             steps_ahead=steps_ahead,
         )
@@ -76,19 +76,14 @@ class ShutdownBudget:
     def measure_evaluation(self, seconds: float) -> None:
         self.evaluation_sec = max(self.evaluation_sec, seconds)
 
-    def measure_save(self, seconds: float, stall: float) -> None:
-        """A save took `seconds` from begin to commit; training waited for `stall` of them."""
-        self.save_sec = max(self.save_sec or 0.0, seconds)
-        self.stall_sec = max(self.stall_sec, stall)
-
     @property
     def needed(self) -> float:
         """Seconds that a stop takes at worst: an evaluation, the step after it and those launched before
         the stop is read, the save that is under way, and the final save."""
-        if self.save_sec is None:
-            saves = self.expected_save_sec  # none is under way before the first
-        else:
-            saves = self.save_sec * (2 if self.in_flight else 1)
+        slowest = self.saves.slowest
+        saves = self.estimated_save_sec if slowest is None else slowest
+        if self.in_flight and self.saves.has_own:  # none is under way before the first
+            saves *= 2
         steps = (1 + self.steps_ahead) * self.step_sec
         return (self.evaluation_sec + steps + saves) * MARGIN + MARGIN_SEC
 
@@ -103,31 +98,25 @@ class ShutdownBudget:
     def warning(self) -> str:
         """A warning that a stop does not fit into its windows, with the settings that help. "" when it
         fits, and while the need has not grown by WARN_AGAIN since the last warning."""
-        if self.save_sec is None or self.needed <= self._warned * WARN_AGAIN:
+        if not self.saves.has_own or self.needed <= self._warned * WARN_AGAIN:
             return ""
         short = {key: window for key, window in self.windows.items() if window < self.needed}
         if not short:
             return ""
         self._warned = self.needed
         given = ", ".join(f"{key} gives {window:g} s" for key, window in short.items())
-        minutes = max(self.stall_sec / SAVE_SHARE, 2 * self.save_sec) / 60
         return (
             f"a stop may need {self.needed:.0f} s (an evaluation of {self.evaluation_sec:.1f} s, a"
-            f" step of {self.step_sec:.1f} s, a save of {self.save_sec:.1f} s), but {given}: set"
+            f" step of {self.step_sec:.1f} s, a save of {self.saves.slowest:.1f} s), but {given}: set"
             f" {' and '.join(short)} to {self.needed + SLURM_LATE_SEC:.0f} or more; where the site"
-            " allows no more, a stop loses the steps since the last checkpoint: set"
-            f" train.checkpoint_minutes to {max(minutes, 0.1):.1f}"
+            " allows no more, a stop loses the steps since the last checkpoint, which"
+            " train.checkpoint_minutes: auto keeps as few as is best"
         )
 
 
-def _expected_save_sec(spec: LaunchSpec, num_weights: int) -> float:
-    """Seconds that a save will take: the slowest of the run's last ones, else an estimate from the rate
-    that preflight has measured."""
-    log = events.read(RunPaths(Path(spec.run)).events)
-    saves = [event.seconds for event in log if isinstance(event, events.Save)]
-    if saves:
-        return max(saves[-RECENT_SAVES:])
-    preflight = events.last(log, events.Preflight)
+def _estimated_save_sec(spec: LaunchSpec, num_weights: int) -> float:
+    """Seconds of the first save of a run, from the rate that preflight has measured."""
+    preflight = events.last(events.read(RunPaths(Path(spec.run)).events), events.Preflight)
     measured = preflight.bytes_per_sec if isinstance(preflight, events.Preflight) else None
     rate = OF_MEASURED_RATE * measured if measured else UNMEASURED_RATE
     return UNMEASURED_SEC + BYTES_OF_WEIGHT * num_weights / (spec.nodes * rate)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from forge.core import events
 from forge.core.events import Event
-from forge.core.goodput import STALL_SEC, Interruptions
+from forge.core.goodput import STALL_SEC, Interruptions, SaveTimes
 from forge.core.terminal import duration
 from forge.core.train_settings import Train
 from forge.run.interruptions import interruptions
@@ -44,18 +44,18 @@ def expected_by(log: Sequence[Event]) -> Expected | None:
     if isinstance(told := events.last(log, events.Forecast), events.Forecast):
         return Expected(told.ettr, told.interval, told.stall, told.basis) if told.interval else None
     launches = launches_of(log)
-    known, gaps = interruptions([launches]), list(_gaps(launches))
-    if known.stall is None or not gaps:
+    cost, gaps = SaveTimes(log).cost, list(_gaps(launches))
+    if cost is None or not gaps:
         return None
-    return _expected(known, median(gaps), known.stall)
+    return _expected(interruptions([launches]), median(gaps), cost[0])
 
 
-def expected_of(train: Train, step_sec: float | None, known: Interruptions) -> Expected | None:
+def expected_of(
+    train: Train, step_sec: float | None, known: Interruptions, saves: SaveTimes
+) -> Expected | None:
     """Before the run. step_sec: of a step; None where it is not known. None where its saves are due by
     steps only, of unknown time."""
-    stall, save = known.stall, known.save
-    if stall is None or save is None:
-        stall = save = STALL_SEC
+    stall, save = saves.cost or (STALL_SEC, STALL_SEC)
     intervals = [train.checkpoint_every * step_sec] if step_sec is not None else []
     if train.checkpoint_minutes == "auto":
         intervals.append(known.interval(stall, save))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -22,7 +21,6 @@ from forge.slurm.slurm import AccountedStart
 
 SINCE_SEC = 30 * 24 * 3600.0  # older events say little about a site
 MOST_LOGS = 20  # of other runs, the newest ones: reading them delays a launch
-RECENT_SAVES = 3
 
 # States of a start that the site has ended. Not TIMEOUT: the user has chosen the limit.
 INTERRUPTED = ("PREEMPTED", "NODE_FAIL", "REQUEUED", "BOOT_FAIL")
@@ -53,22 +51,21 @@ def known_here(paths: RunPaths, *, partition: str | None = None) -> Interruption
             return partition is None and begun.job is None and begun.host == here
         return not jobs or begun.job in jobs  # without accounting no job's partition is known
 
-    runs = [launches_of(_read(one)) for one in (paths, *_others(paths))]
+    runs = [launches_of(readable_events(one)) for one in (paths, *_others(paths))]
     return interruptions([list(filter(counts, launches)) for launches in runs], starts)
 
 
 def interruptions(
     runs: Sequence[Sequence[LaunchHistory]], starts: Iterable[AccountedStart] = ()
 ) -> Interruptions:
-    """Interruptions by event logs and accounting. runs: launches of each, those of this run first.
-    starts: of jobs; those that a log knows count once."""
+    """Interruptions by event logs and accounting. runs: launches of each. starts: of jobs; those
+    that a log knows count once."""
     launches = [launch for run in runs for launch in run]
     jobs = {_job(launch) for launch in launches}
     others = [start for start in starts if start.job not in jobs]
     in_time = [saved for one in launches if (saved := _saved_in_time(one)) is not None]
     down = [seconds for run in runs for seconds in _down_times(run)]
     first = [launch.ready - launch.start for launch in launches if launch.ready is not None]
-    recent = _saves(runs[0])[-RECENT_SAVES:] if runs else []
     return Interruptions(
         number=len(in_time) + sum(start.state in INTERRUPTED for start in others),
         seconds=sum(max(0.0, launch.end - launch.start) for launch in launches)
@@ -76,8 +73,6 @@ def interruptions(
         saved=sum(in_time),
         not_saved=len(in_time) - sum(in_time),
         restart=_median(down) or _median(first),
-        stall=_median([save.stall for save in recent]),
-        save=_median([save.seconds for save in recent]),
     )
 
 
@@ -95,22 +90,12 @@ def _others(paths: RunPaths) -> list[RunPaths]:
     return [RunPaths(log.parent) for log in logs[:MOST_LOGS]]
 
 
-def _read(paths: RunPaths) -> list[Event]:
+def readable_events(paths: RunPaths) -> list[Event]:
     """The events of a run; none where another version of Forge wrote them."""
     with suppress(ForgeError):
         latest = time.time()  # later ones, and NaN, were not written by Forge
         return [event for event in events.read(paths.events) if event.time <= latest]
     return []
-
-
-def _saves(launches: Iterable[LaunchHistory]) -> list[events.Save]:
-    """Saves whose times were not edited into what no time can be."""
-    return [
-        save
-        for launch in launches
-        for save in launch.saves
-        if 0 <= save.stall < math.inf and 0 <= save.seconds < math.inf
-    ]
 
 
 def _saved_in_time(launch: LaunchHistory) -> bool | None:
@@ -121,7 +106,8 @@ def _saved_in_time(launch: LaunchHistory) -> bool | None:
         return launch.was_preempted or (None if launch.is_last else False)
     if ending.is_final or ending.by_person:
         return None
-    return ending.saved_step is not None
+    # Ranks that were killed before their final save exited without a record.
+    return ending.saved_step is not None and launch.first(events.RankError) is None
 
 
 def _job(launch: LaunchHistory) -> str | None:

@@ -10,6 +10,7 @@ from forge.core import collectives, memory
 from forge.core.collectives import Collectives
 from forge.core.config import Config
 from forge.core.errors import ConfigError, DataError
+from forge.core.goodput import SaveTimes
 from forge.core.machine import Machine
 from forge.core.memory import GIB, WEIGHT, Shape
 from forge.core.mix import stages
@@ -20,7 +21,7 @@ from forge.data.content_ids import resolve_ids
 from forge.data.shards import ShardManifest
 from forge.hosts.placement import WorldLayout, layouts_on, refuse_no_ranks
 from forge.run.forecast import end_at, expected_of
-from forge.run.interruptions import known_here
+from forge.run.interruptions import known_here, readable_events
 from forge.run.step_time import GPU, GPU_GIB, Speed, remedies, step_seconds, step_time
 
 MOST_NUMBERS = 8  # of nodes, in one line
@@ -151,13 +152,15 @@ def _times(shape: Shape, machine: Machine, gpu_gib: float, steps: int) -> Iterat
 def _forecast(config: Config, machine: Machine, layout: WorldLayout, steps: int) -> Iterator[str]:
     """The goodput that is expected, and the date at which a start now would end. Queues are in it as far
     as requeued runs have waited; the first queue is not."""
-    known = known_here(RunPaths.of(config), partition="" if machine.launcher == "srun" else None)
+    paths = RunPaths.of(config)
+    known = known_here(paths, partition="" if machine.launcher == "srun" else None)
+    saves = SaveTimes(readable_events(paths))
     step_sec = step_seconds(config, machine, layout)
-    expected = expected_of(config.train, step_sec, known)
+    expected = expected_of(config.train, step_sec, known, saves)
     if expected is None:
         yield f"forecast: not known, as the time of a step is not; {known}"
         return
-    stall = "" if known.stall is not None else " (stall assumed)"
+    stall = "" if saves.cost else " (stall assumed)"
     yield f"forecast: goodput (ETTR) {expected}{stall}"
     if step_sec is not None and expected.ettr > 0:
         yield f"forecast: a start now ends {end_at(time.time(), step_sec * steps / expected.ettr)}"

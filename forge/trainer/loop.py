@@ -14,6 +14,7 @@ from forge.checkpoint.async_saver import Saver
 from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.errors import Exit, TrainingError
+from forge.core.goodput import SaveTimes
 from forge.core.paths import RunPaths
 from forge.core.provenance import versions
 from forge.core.terminal import say
@@ -64,7 +65,9 @@ class Trainer:
 
         self.step = start.step  # completed steps, those whose results are not read yet included
         self.saved_step = start.step  # of the newest checkpoint, whose save may be in progress
-        self.clock = SaveClock(self.settings.checkpoint_minutes, spec.train_task.interruptions)
+        self.saves = SaveTimes(events.read(paths.events))
+        known = spec.train_task.interruptions
+        self.clock = SaveClock(self.settings.checkpoint_minutes, known, self.saves)
         self.lr = self.settings.lr  # of the last step whose result is read
         self.skipped = start.skipped()
         # A GPU always has the next step to compute while the host reads the results of the step before.
@@ -86,7 +89,9 @@ class Trainer:
             world_size=world.rank.world_size,
             peak_flops=metrics.peak_flops(device_name(world.device)),
         )
-        self.budget = ShutdownBudget.of(spec, self.num_parameters, steps_ahead=self.most_launched)
+        self.budget = ShutdownBudget.of(
+            spec, self.num_parameters, self.saves, steps_ahead=self.most_launched
+        )
         self.progress = RankProgress(
             spec.directory, f"train {config.run}", self.settings.max_steps, "steps"
         )
@@ -291,9 +296,8 @@ class Trainer:
         )
         self._record(save)
         say(f"step {done.step}: committed {done.checkpoint.folder}")
-        self.clock.measure(done.stall, done.seconds)
+        self.saves.add(save)
         self._tell_interval()
-        self.budget.measure_save(done.seconds, done.stall)
         if warning := self.budget.warning():
             self._record(events.Budget(needed=round(self.budget.needed, 1)))
             say(f"warning: {warning}")

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
-from statistics import median
 from typing import Literal
 
 from forge.core.events import Forecast
-from forge.core.goodput import Interruptions
+from forge.core.goodput import Interruptions, SaveTimes
 from forge.core.terminal import duration
 
 # With `auto`, until a save was measured: the first one tells what all others cost.
 FIRST_SEC = 60.0
-RECENT_SAVES = 3
 # From which on a change is told: of the interval by this factor, of the goodput that is expected by this
 # difference.
 TOLD_CHANGE, TOLD_DIFFERENCE = 1.25, 0.05
@@ -27,14 +24,14 @@ class SaveClock:
         self,
         minutes: float | Literal["auto"] | None,
         known: Interruptions,
+        saves: SaveTimes,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         """known: of interruptions before this launch."""
         self.is_auto = minutes == "auto"
         self._fixed = 60.0 * minutes if isinstance(minutes, int | float) else None
-        self._known, self._now, self._began = known, now, now()
+        self._known, self._saves, self._now, self._began = known, saves, now, now()
         self._saved_at = self._began
-        self._saves: deque[tuple[float, float]] = deque(maxlen=RECENT_SAVES)
         self._told: Forecast | None = None
 
     @property
@@ -42,7 +39,7 @@ class SaveClock:
         """Seconds between two saves; None where they are due by steps only."""
         if not self.is_auto:
             return self._fixed
-        if (cost := self._cost) is None:
+        if (cost := self._saves.cost) is None:
             return FIRST_SEC
         return self._known_now.interval(*cost)
 
@@ -54,16 +51,13 @@ class SaveClock:
         """A save has begun, and training goes on."""
         self._saved_at = self._now()
 
-    def measure(self, stall: float, seconds: float) -> None:
-        """Training has waited for `stall` of the `seconds` that a save took."""
-        self._saves.append((stall, seconds))
-
     def changed(self, step: int) -> Forecast | None:
         """With `auto`, the interval and what is expected of it, where either has changed since this was
         last given, as TOLD_CHANGE says; else None. step: for the event log."""
-        if not self.is_auto or self._cost is None:
+        cost = self._saves.cost
+        if not self.is_auto or cost is None:
             return None
-        (stall, save), known = self._cost, self._known_now
+        (stall, save), known = cost, self._known_now
         interval = known.interval(stall, save)
         ettr, told = known.ettr(interval, stall), self._told
         is_alike = told and told.interval / TOLD_CHANGE < interval < told.interval * TOLD_CHANGE
@@ -77,15 +71,6 @@ class SaveClock:
             basis=str(known),
         )
         return self._told
-
-    @property
-    def _cost(self) -> tuple[float, float] | None:
-        """Stall and seconds of a save: of the last ones of this launch, else of those before."""
-        if self._saves:
-            stalls, seconds = zip(*self._saves, strict=True)
-            return median(stalls), median(seconds)
-        known = self._known
-        return None if known.stall is None or known.save is None else (known.stall, known.save)
 
     @property
     def _known_now(self) -> Interruptions:

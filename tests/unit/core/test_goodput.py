@@ -4,8 +4,9 @@ import math
 import random
 
 import pytest
+from support import happenings
 
-from forge.core.goodput import Interruptions, best_interval, ettr
+from forge.core.goodput import Interruptions, SaveTimes, best_interval, ettr
 
 HOUR = 3600.0
 
@@ -109,3 +110,20 @@ def test_forecast_counts_the_time_down_between_events():
     """Launches of 300 s, 100 s down each: of 400 s, 300 are of use, saves before each event."""
     known = Interruptions(number=10**6, seconds=3e8, saved=10**6, restart=100)
     assert known.ettr(30, 0) == pytest.approx(0.75, abs=0.001)
+
+
+# --- what saves cost ------------------------------------------------------------------------------
+
+
+def test_saves_cost_what_the_last_ones_did_and_those_of_this_launch_count_alone():
+    saves = SaveTimes([happenings.save(seconds=2.0, stall=stall) for stall in (9, 0.4, 0.6, 0.5)])
+    assert (saves.cost, saves.slowest, saves.has_own) == ((0.5, 2.0), 2.0, False)
+    for seconds in (90.0, 30.0, 30.0, 30.0):
+        saves.add(happenings.save(seconds=seconds, stall=3.0))
+    assert (saves.cost, saves.slowest, saves.has_own) == ((3.0, 30.0), 90.0, True)
+    assert SaveTimes([happenings.launch()]).cost is None
+
+
+@pytest.mark.parametrize("stall", [float("nan"), float("inf"), -1.0])
+def test_save_with_an_impossible_stall_is_left_out(stall):
+    assert SaveTimes([happenings.save(seconds=2.0, stall=stall)]).cost is None

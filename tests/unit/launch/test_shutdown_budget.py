@@ -2,11 +2,13 @@
 
 import re
 import time
+from pathlib import Path
 
 import pytest
-from support.happenings import preflight
+from support import happenings
 
 from forge.core import events
+from forge.core.goodput import SaveTimes
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process
@@ -16,10 +18,10 @@ from forge.launch.shutdown_budget import ShutdownBudget
 from forge.slurm import slurm
 
 
-def measured(step=1.0, save=20.0, stall=0.5, **facts):
+def measured(step=1.0, save=20.0, **facts):
     found = ShutdownBudget({"stop_grace_sec": 60.0, "slurm.warn_sec": 30.0}, **facts)
     found.measure_step(step)
-    found.measure_save(save, stall)
+    found.saves.add(happenings.save(seconds=save))
     return found
 
 
@@ -35,7 +37,7 @@ def test_a_stop_needs_the_step_and_the_save_and_the_one_under_way():
 def test_slowest_step_and_save_count():
     found = measured()
     found.measure_step(0.1)
-    found.measure_save(2.0, 0.1)
+    found.saves.add(happenings.save(seconds=2.0))
     assert found.needed == measured().needed
 
 
@@ -52,16 +54,21 @@ def test_warning_names_need_window_and_the_settings_that_help():
     assert "slurm.warn_sec gives 30 s" in told and "stop_grace_sec" not in told
     wanted = int(re.search(r"set slurm.warn_sec to (\d+)", told)[1])
     assert wanted >= measured(save=40.0).needed
-    # 40 s for a save, and 0.5 s of stall, which are 2 % of 25 s.
-    assert "train.checkpoint_minutes to 1.3" in told
+    assert "train.checkpoint_minutes: auto" in told
 
 
 def test_the_same_need_is_reported_once_and_a_greater_one_again():
     found = measured(save=40.0)
     assert found.warning() and not found.warning()
-    found.measure_save(90.0, 0.5)
+    found.saves.add(happenings.save(seconds=90.0))
     told = found.warning()
     assert "stop_grace_sec gives 60 s, slurm.warn_sec gives 30 s" in told
+
+
+def budget_of(spec, num_weights):
+    return ShutdownBudget.of(
+        spec, num_weights, SaveTimes(events.read(RunPaths(Path(spec.run)).events))
+    )
 
 
 def spec_of(run, nodes=1, **task):
@@ -75,7 +82,7 @@ def spec_of(run, nodes=1, **task):
 
 def test_the_first_save_of_a_run_is_guessed_from_the_size_of_the_model_and_the_nodes(tmp_path):
     def needed(num_weights, nodes):
-        return ShutdownBudget.of(spec_of(tmp_path, nodes), num_weights).needed
+        return budget_of(spec_of(tmp_path, nodes), num_weights).needed
 
     assert needed(10**6, 1) < 15
     assert 120 < needed(10**9, 1) < 200
@@ -85,12 +92,12 @@ def test_the_first_save_of_a_run_is_guessed_from_the_size_of_the_model_and_the_n
 
 def test_the_first_save_is_expected_at_half_the_rate_that_preflight_has_measured(tmp_path):
     def needed():
-        return ShutdownBudget.of(spec_of(tmp_path), 10**9).needed
+        return budget_of(spec_of(tmp_path), 10**9).needed
 
     unmeasured = needed()
-    events.record(RunPaths(tmp_path).events, preflight(bytes_per_sec=None))
+    events.record(RunPaths(tmp_path).events, happenings.preflight(bytes_per_sec=None))
     assert needed() == unmeasured
-    events.record(RunPaths(tmp_path).events, preflight(bytes_per_sec=2e9))
+    events.record(RunPaths(tmp_path).events, happenings.preflight(bytes_per_sec=2e9))
     assert needed() == pytest.approx((5 + 12) * 1.1 + 5)
 
 
@@ -98,7 +105,7 @@ def test_a_launch_expects_saves_as_slow_as_the_last_ones_of_the_run(tmp_path):
     for seconds in (900.0, 30.0, 60.0, 40.0):
         save = events.Save(step=1, seconds=seconds, stall=0.1, bytes=10**9)
         events.record(RunPaths(tmp_path).events, save)
-    needed = ShutdownBudget.of(spec_of(tmp_path), 70 * 10**9).needed
+    needed = budget_of(spec_of(tmp_path), 70 * 10**9).needed
     assert needed == pytest.approx(60 * shutdown_budget.MARGIN + shutdown_budget.MARGIN_SEC)
 
 
@@ -128,6 +135,6 @@ def test_a_limit_of_ones_own_holds_though_the_job_may_continue(tmp_path, monkeyp
     job = slurm.Job("42", "RUNNING", 0, ("n1",), 1, "gpu", "x", True, now + 10_000)
     monkeypatch.setattr(slurm, "show_job", lambda *_, **__: job)
     spec = spec_of(tmp_path, deadline=now + 3, own_deadline=now + 3)
-    assert ShutdownBudget.of(spec, 10).is_due()
+    assert budget_of(spec, 10).is_due()
     spec = spec.model_copy(update={"task": spec.task.model_copy(update={"own_deadline": None})})
-    assert not ShutdownBudget.of(spec, 10).is_due()
+    assert not budget_of(spec, 10).is_due()

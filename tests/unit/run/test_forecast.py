@@ -3,11 +3,12 @@
 import pytest
 from support import happenings
 
-from forge.core.goodput import STALL_SEC, Interruptions
+from forge.core.goodput import STALL_SEC, Interruptions, SaveTimes
 from forge.core.train_settings import Train
 from forge.run.forecast import end_at, expected_by, expected_of
 
-KNOWN = Interruptions(number=4, seconds=14400, saved=2, not_saved=2, restart=90, stall=0.5, save=2)
+KNOWN = Interruptions(number=4, seconds=14400, saved=2, not_saved=2, restart=90)
+SAVES = SaveTimes([happenings.save(stall=0.5, seconds=2)])
 
 
 def at(time, event):
@@ -24,23 +25,26 @@ def at(time, event):
     ],
 )
 def test_forecast_is_of_the_shorter_interval(settings, step_sec, interval):
-    expected = expected_of(Train(**settings), step_sec, KNOWN)
+    expected = expected_of(Train(**settings), step_sec, KNOWN, SAVES)
     assert expected.interval == interval
     assert expected.ettr == KNOWN.ettr(interval, 0.5)
 
 
 def test_forecast_of_an_automatic_interval_is_the_best():
-    auto = expected_of(Train(checkpoint_minutes="auto"), None, KNOWN)
-    others = [expected_of(Train(checkpoint_minutes=m), None, KNOWN) for m in (0.3, 3, 30)]
+    auto = expected_of(Train(checkpoint_minutes="auto"), None, KNOWN, SAVES)
+    others = [expected_of(Train(checkpoint_minutes=m), None, KNOWN, SAVES) for m in (0.3, 3, 30)]
     assert auto.ettr > max(other.ettr for other in others)
 
 
 def test_forecast_without_any_save_assumes_a_stall():
-    assert expected_of(Train(checkpoint_minutes=9), None, Interruptions()).stall == STALL_SEC
+    assert (
+        expected_of(Train(checkpoint_minutes=9), None, Interruptions(), SaveTimes()).stall
+        == STALL_SEC
+    )
 
 
 def test_nothing_is_expected_of_saves_by_steps_of_unknown_time():
-    assert expected_of(Train(), None, KNOWN) is None
+    assert expected_of(Train(), None, KNOWN, SAVES) is None
 
 
 def test_run_that_saves_by_steps_is_expected_to_do_what_its_log_says():

@@ -8,6 +8,7 @@ from forge.core import events
 from forge.core.config import Config
 from forge.core.goodput import Interruptions
 from forge.core.paths import RunPaths
+from forge.launch.rank_records import NO_RECORD
 from forge.run import interruptions as module
 from forge.run.interruptions import interruptions, known_at_launch, known_here
 from forge.run.launches import launches_of
@@ -53,6 +54,12 @@ def test_launch_counts_by_how_it_ended(name):
     assert (known.number, known.seconds) == (saved + not_saved, 100)
 
 
+def test_stop_whose_ranks_were_killed_before_their_save_was_not_saved_in_time():
+    killed = at(100, happenings.rank_error(NO_RECORD))
+    known = known_of(launched(0, killed, at(100, happenings.stop("SIGTERM"))))
+    assert (known.saved, known.not_saved) == (0, 1)
+
+
 def test_launch_without_an_end_was_cut_off_if_another_follows():
     cut = launched(0, at(100, happenings.save()))
     assert known_of(cut).number == 0
@@ -74,21 +81,6 @@ def test_down_time_is_to_the_next_first_step_unless_a_person_restarted():
     assert known_of(given_up + launched(9000)).restart == 20
     cut_off = launched(0, job="7") + launched(9000, job="7", restart=1)
     assert known_of(cut_off).restart == 9000
-
-
-def test_costs_of_saves_are_those_of_the_last_ones_of_the_run_itself():
-    stalls = (9.0, 0.4, 0.6, 0.5)
-    own = launched(0, *(at(30, happenings.save(seconds=2.0, stall=stall)) for stall in stalls))
-    other = launched(0, at(30, happenings.save(seconds=90.0, stall=80.0)))
-    known = known_of(own, other)
-    assert (known.stall, known.save) == (0.5, 2.0)
-    assert known_of([], other).stall is None
-
-
-@pytest.mark.parametrize("stall", [float("nan"), float("inf"), -1.0])
-def test_save_with_an_impossible_stall_is_left_out(stall):
-    log = launched(0, at(30, happenings.save(seconds=2.0, stall=stall)))
-    assert known_of(log).stall is None
 
 
 def test_jobs_of_slurm_count_unless_a_log_has_them():
