@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from forge.core import json_lines
 from forge.core.errors import USE_THAT_VERSION, ForgeError, OtherFormat
 from forge.core.files import disk_trouble
+from forge.core.terminal import duration
 
 FORMAT = 1
 
@@ -37,11 +38,6 @@ class Event(BaseModel):
     def event(self) -> str:
         """The name of this kind of event in the log."""
         return type(self).__name__.lower()
-
-    @property
-    def saved_step(self) -> int | None:
-        """Step of the checkpoint that was saved for it; None for an event without a save."""
-        return None
 
 
 class Timed(Event):
@@ -84,6 +80,7 @@ class End(Event):
 
     @property
     def saved_step(self) -> int | None:
+        """Step of the checkpoint that was saved for it; None where none was."""
         is_saved = not self.is_failure and self.text in STOP_CAUSES  # not after the loss of a rank
         return getattr(self, "step", None) if is_saved else None
 
@@ -95,16 +92,12 @@ class End(Event):
     @property
     def who(self) -> str:
         """Process that tells of a failure."""
-        return "launcher"
+        return "launcher" if (rank := getattr(self, "rank", None)) is None else f"rank {rank}"
 
     @property
     def reason(self) -> str:
         """Cause for people; "" for none. That of an error has more lines: its own cause and fix."""
-        return self.text
-
-    @property
-    def outcome(self) -> str:
-        return ": ".join(filter(None, (self.words, self.reason)))
+        return f"{self.who}: {self.text}" if hasattr(self, "rank") else self.text
 
 
 # --- before the ranks start ------------------------------------------------------------------------
@@ -190,10 +183,6 @@ class Save(Timed):
     bytes: int
     digest: str = ""
 
-    @property
-    def saved_step(self) -> int:
-        return self.step
-
 
 class Skipped(Event):
     """A step without an update, because its loss or gradients were not finite, or a spike."""
@@ -211,14 +200,25 @@ class Budget(Event):
 
 class Forecast(Event):
     """The interval between checkpoints was chosen, or has changed (train.checkpoint_minutes: auto).
-    interval, stall: seconds. ettr: the goodput that is expected, in [0, 1]. basis: what is known of
-    interruptions, for people."""
+    interval, stall: seconds; of a save. ettr: the goodput that is expected, in [0, 1]. basis: what is
+    known of interruptions, for people."""
 
     step: int
     interval: float
     stall: float
     ettr: float
     basis: str
+
+    @property
+    def ettr_without_stalls(self) -> float:
+        """For times of steps in which those of saves are contained already."""
+        return self.ettr * (self.interval + self.stall) / self.interval
+
+    def __str__(self) -> str:
+        return (
+            f"{self.ettr:.1%} with a checkpoint every {duration(self.interval, precise=True)} that"
+            f" stalls training for {duration(self.stall, precise=True)}; {self.basis}"
+        )
 
 
 class Quarantine(Event):
@@ -285,14 +285,6 @@ class Failed(End):
     message: str
     diverged: bool
     config_digest: str
-
-    @property
-    def who(self) -> str:
-        return f"rank {self.rank}"
-
-    @property
-    def reason(self) -> str:
-        return f"{self.who}: {self.message}"
 
 
 class Preempted(Event):

@@ -66,34 +66,27 @@ def best_interval(*, stall: float, between_events: float, saved_share: float = 0
 
 
 class SaveTimes:
-    """What saves of a run cost: those of this launch, or the last ones before it until there is one."""
+    """What saves of a run cost: those of this launch (`own`, to which it appends each), or the last ones
+    before it until there is one."""
 
     def __init__(self, log: Iterable[Event] = ()) -> None:
         """log: before this launch. Times that were edited into what no time can be are left out."""
         saves = [event for event in log if isinstance(event, Save)]
         possible = [s for s in saves if 0 <= s.stall < math.inf and 0 <= s.seconds < math.inf]
-        self._before, self._own = possible[-RECENT_SAVES:], list[Save]()
-
-    def add(self, save: Save) -> None:
-        """Count a save of this launch."""
-        self._own.append(save)
-
-    @property
-    def has_own(self) -> bool:
-        return bool(self._own)
+        self._before, self.own = possible[-RECENT_SAVES:], list[Save]()
 
     @property
     def cost(self) -> tuple[float, float] | None:
         """Seconds for which training waits for a save, and that the save takes: medians of the last ones.
         None before the first save of the run."""
-        if not (recent := (self._own or self._before)[-RECENT_SAVES:]):
+        if not (recent := (self.own or self._before)[-RECENT_SAVES:]):
             return None
         return median(save.stall for save in recent), median(save.seconds for save in recent)
 
     @property
     def slowest(self) -> float | None:
         """Seconds that the slowest one takes; None before the first save of the run."""
-        return max((save.seconds for save in self._own or self._before), default=None)
+        return max((save.seconds for save in self.own or self._before), default=None)
 
 
 class Interruptions(RecordPart):

@@ -60,8 +60,6 @@ POLL_SEC = 0.05  # between two looks at the launch command and at stop signals
 # Between two looks at the files of the ranks, which may be on a file system that many runs share.
 LOOK_SEC = 1.0
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
 
 @dataclass(frozen=True)
 class LaunchPlan:
@@ -375,7 +373,7 @@ def _stop_signals() -> Iterator[list[int]]:
     """Collect stop signals instead of exiting. Only the first signal is forwarded to the ranks: a second
     one would end torchrun's wait for the final save."""
     received: list[int] = []
-    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in STOP_SIGNALS}
+    before = {n: signal.signal(n, lambda number, _: received.append(number)) for n in SIGNAL_CAUSES}
     try:
         yield received
     finally:

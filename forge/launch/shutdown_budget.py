@@ -82,7 +82,7 @@ class ShutdownBudget:
         the stop is read, the save that is under way, and the final save."""
         slowest = self.saves.slowest
         saves = self.estimated_save_sec if slowest is None else slowest
-        if self.in_flight and self.saves.has_own:  # none is under way before the first
+        if self.in_flight and self.saves.own:  # none is under way before the first
             saves *= 2
         steps = (1 + self.steps_ahead) * self.step_sec
         return (self.evaluation_sec + steps + saves) * MARGIN + MARGIN_SEC
@@ -98,7 +98,7 @@ class ShutdownBudget:
     def warning(self) -> str:
         """A warning that a stop does not fit into its windows, with the settings that help. "" when it
         fits, and while the need has not grown by WARN_AGAIN since the last warning."""
-        if not self.saves.has_own or self.needed <= self._warned * WARN_AGAIN:
+        if not self.saves.own or self.needed <= self._warned * WARN_AGAIN:
             return ""
         short = {key: window for key, window in self.windows.items() if window < self.needed}
         if not short:

@@ -128,8 +128,11 @@ class RunFiles:
     @cached_property
     def step(self) -> int | None:
         """The newest step that was logged, committed or resumed from."""
-        known = [(e.time, e.saved_step) for e in self.log if e.saved_step is not None][-1:]
-        known += [(e.time, e.step) for e in (self.last(events.Init),) if e]
+        ends = [
+            end for end in self.log if isinstance(end, events.End) and end.saved_step is not None
+        ]
+        newest = (self.last(events.Init), self.last(events.Save), *ends[-1:])
+        known = [(event.time, event.step) for event in newest if event]
         known += [(line.time, line.step) for line in self.steps[-1:]]
         return max(known)[1] if known else None
 

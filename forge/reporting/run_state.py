@@ -319,8 +319,6 @@ def _working(files: RunFiles) -> _Judgement:
     event = files.last(events.Launch, events.Init, events.End, since=since - 1)
     began = event.time if event else since
     match event:
-        case events.Completed():
-            return _running(files, event.then, began, float("inf"))
         case events.Init():
             return _training(files, began)
         case events.Launch() if files.program:
@@ -328,7 +326,8 @@ def _working(files: RunFiles) -> _Judgement:
         case events.Launch():
             what = "starting ranks"
         case events.End():
-            what = event.then
+            patience = float("inf") if event.state == "completed" else SLOW_START_SEC
+            return _running(files, event.then, began, patience)
         case _:
             what = "starting"
     return _running(files, what, began)

@@ -12,13 +12,14 @@ from forge.checkpoint.manifest import Artifact, Manifest, ParentCheckpoint, Part
 from forge.checkpoint.sealed import Seal, SealedCheckpoint
 from forge.core import hooks
 from forge.core.errors import ConfigError, DataError
+from forge.core.events import Forecast
 from forge.core.paths import RunPaths
 from forge.core.records import PreflightResult, Sample, Trained, Validation
 from forge.core.terminal import one_line
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_rows import SourceRow, source_rows, text_lines
 from forge.reporting.run_state import RunState, ask_slurm, data_folder, ids_of, judge
-from forge.run.forecast import Expected, end_at, expected_by
+from forge.run.forecast import end_at, expected_by
 
 T = TypeVar("T")
 
@@ -37,7 +38,7 @@ class Summary:
     preflight: PreflightResult | None
     world_sizes: list[tuple[int, int]]
     """(step, world size) of each launch with another world size than the one before."""
-    expected: Expected | None = None
+    expected: Forecast | None = None
     """The goodput that is expected; None before two saves."""
     end: str = ""
     """When it will reach its goal; "" while it does not train."""
@@ -140,7 +141,7 @@ def summarize(paths: RunPaths) -> Summary:
     )
 
 
-def _end(files: RunFiles, expected: Expected | None) -> str:
+def _end(files: RunFiles, expected: Forecast | None) -> str:
     """Time at which the run reaches its goal at the speed of this launch, with the expected
     interruptions; "" where nothing is known of that."""
     if not (files.rate and files.goal and files.step is not None and expected and expected.ettr):

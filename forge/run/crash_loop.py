@@ -38,7 +38,7 @@ def launches_without_progress(log: Sequence[events.Event], step: int) -> list[st
         # After an end that is final the user has acted: earlier launches do not count.
         if launch.is_final or launch.begun is None or launch.begun.step != step:
             break
-        if not launch.was_preempted and not any(end.by_person for end in launch.ends):
+        if not launch.first(events.Preempted) and not any(end.by_person for end in launch.ends):
             reason = launch.ending.text if launch.ending else _NO_RECORD
             launches.insert(0, f"{launch.id}: {reason}")
     return launches

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple
 
 from forge.core import events
-from forge.core.events import Event
+from forge.core.events import Event, Forecast
 from forge.core.goodput import STALL_SEC, Interruptions, SaveTimes
 from forge.core.terminal import duration
 from forge.core.train_settings import Train
@@ -17,32 +16,11 @@ from forge.run.interruptions import interruptions
 from forge.run.launches import LaunchHistory, launches_of
 
 
-class Expected(NamedTuple):
-    """The goodput that is expected (ettr, in [0, 1]) with a save every `interval` seconds, each of which
-    stalls training for `stall` seconds. basis: what is known of interruptions, for people."""
-
-    ettr: float
-    interval: float
-    stall: float
-    basis: str
-
-    @property
-    def ettr_without_stalls(self) -> float:
-        """For times of steps in which those of saves are contained already."""
-        return self.ettr * (self.interval + self.stall) / self.interval
-
-    def __str__(self) -> str:
-        return (
-            f"{self.ettr:.1%} with a checkpoint every {duration(self.interval, precise=True)} that"
-            f" stalls training for {duration(self.stall, precise=True)}; {self.basis}"
-        )
-
-
-def expected_by(log: Sequence[Event]) -> Expected | None:
+def expected_by(log: Sequence[Event]) -> Forecast | None:
     """Forecast of the run itself, the last one; else by its event log, for a run that saves by steps
     or minutes. None before the second save of a launch."""
-    if isinstance(told := events.last(log, events.Forecast), events.Forecast):
-        return Expected(told.ettr, told.interval, told.stall, told.basis) if told.interval else None
+    if isinstance(told := events.last(log, Forecast), Forecast):
+        return told if told.interval else None
     launches = launches_of(log)
     cost, gaps = SaveTimes(log).cost, list(_gaps(launches))
     if cost is None or not gaps:
@@ -52,7 +30,7 @@ def expected_by(log: Sequence[Event]) -> Expected | None:
 
 def expected_of(
     train: Train, step_sec: float | None, known: Interruptions, saves: SaveTimes
-) -> Expected | None:
+) -> Forecast | None:
     """Before the run. step_sec: of a step; None where it is not known. None where its saves are due by
     steps only, of unknown time."""
     stall, save = saves.cost or (STALL_SEC, STALL_SEC)
@@ -73,10 +51,11 @@ def end_at(now: float, seconds: float) -> str:
     return f"{date:%Y-%m-%d %H:%M} UTC, in {duration(seconds)}"
 
 
-def _expected(known: Interruptions, interval: float, stall: float) -> Expected | None:
+def _expected(known: Interruptions, interval: float, stall: float) -> Forecast | None:
     if interval <= 0:
         return None
-    return Expected(known.ettr(interval, stall), interval, stall, str(known))
+    ettr = known.ettr(interval, stall)
+    return Forecast(step=0, interval=interval, stall=stall, ettr=ettr, basis=str(known))
 
 
 def _gaps(launches: Iterable[LaunchHistory]) -> Iterator[float]:

@@ -72,7 +72,7 @@ def interruptions(
         + sum(start.seconds for start in others),
         saved=sum(in_time),
         not_saved=len(in_time) - sum(in_time),
-        restart=_median(down) or _median(first),
+        restart=median(down or first) if down or first else None,
     )
 
 
@@ -103,7 +103,7 @@ def _saved_in_time(launch: LaunchHistory) -> bool | None:
     person's stop, a failure of training, and a run's last launch without an end, which may still run."""
     ending = launch.ending
     if ending is None:  # Slurm gives time before it preempts a job
-        return launch.was_preempted or (None if launch.is_last else False)
+        return launch.first(events.Preempted) is not None or (None if launch.is_last else False)
     if ending.is_final or ending.by_person:
         return None
     # Ranks that were killed before their final save exited without a record.
@@ -127,7 +127,3 @@ def _down_times(launches: Sequence[LaunchHistory]) -> list[float]:
             or (_job(after) is not None and _job(after) == _job(before))
         )
     ]
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return median(values) if values else None

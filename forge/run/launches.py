@@ -52,10 +52,6 @@ class LaunchHistory:
         return self.first(events.End)
 
     @property
-    def was_preempted(self) -> bool:
-        return self.first(events.Preempted) is not None
-
-    @property
     def is_final(self) -> bool:
         """Return whether only a person launches the run again."""
         return any(end.is_final for end in self.ends)
@@ -111,7 +107,7 @@ class LaunchHistory:
     def outcome(self) -> str:
         """How it ended, for people."""
         if self.ending:
-            return self.ending.outcome
+            return ": ".join(filter(None, (self.ending.words, self.ending.reason)))
         return "no end recorded: it still runs or was killed" if self.is_last else "cut off"
 
 

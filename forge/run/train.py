@@ -90,7 +90,7 @@ def train(
                 record = _train_until_it_ends(program, start, placement, step)
             finally:
                 remove_staged(staged, paths.root.name, placement)
-            if record.status in ("stopped", "lost") and job:
+            if record.status not in ("completed", "failed") and job:
                 _requeue(record, paths, job, machine, step=_committed_step(program))
             return _conclude(program, record, start)
 

@@ -296,7 +296,7 @@ class Trainer:
         )
         self._record(save)
         say(f"step {done.step}: committed {done.checkpoint.folder}")
-        self.saves.add(save)
+        self.saves.own.append(save)
         self._tell_interval()
         if warning := self.budget.warning():
             self._record(events.Budget(needed=round(self.budget.needed, 1)))

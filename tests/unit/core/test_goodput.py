@@ -117,10 +117,10 @@ def test_forecast_counts_the_time_down_between_events():
 
 def test_saves_cost_what_the_last_ones_did_and_those_of_this_launch_count_alone():
     saves = SaveTimes([happenings.save(seconds=2.0, stall=stall) for stall in (9, 0.4, 0.6, 0.5)])
-    assert (saves.cost, saves.slowest, saves.has_own) == ((0.5, 2.0), 2.0, False)
+    assert (saves.cost, saves.slowest, bool(saves.own)) == ((0.5, 2.0), 2.0, False)
     for seconds in (90.0, 30.0, 30.0, 30.0):
-        saves.add(happenings.save(seconds=seconds, stall=3.0))
-    assert (saves.cost, saves.slowest, saves.has_own) == ((3.0, 30.0), 90.0, True)
+        saves.own.append(happenings.save(seconds=seconds, stall=3.0))
+    assert (saves.cost, saves.slowest, bool(saves.own)) == ((3.0, 30.0), 90.0, True)
     assert SaveTimes([happenings.launch()]).cost is None
 
 

@@ -21,7 +21,7 @@ from forge.slurm import slurm
 def measured(step=1.0, save=20.0, **facts):
     found = ShutdownBudget({"stop_grace_sec": 60.0, "slurm.warn_sec": 30.0}, **facts)
     found.measure_step(step)
-    found.saves.add(happenings.save(seconds=save))
+    found.saves.own.append(happenings.save(seconds=save))
     return found
 
 
@@ -37,7 +37,7 @@ def test_a_stop_needs_the_step_and_the_save_and_the_one_under_way():
 def test_slowest_step_and_save_count():
     found = measured()
     found.measure_step(0.1)
-    found.saves.add(happenings.save(seconds=2.0))
+    found.saves.own.append(happenings.save(seconds=2.0))
     assert found.needed == measured().needed
 
 
@@ -60,7 +60,7 @@ def test_warning_names_need_window_and_the_settings_that_help():
 def test_the_same_need_is_reported_once_and_a_greater_one_again():
     found = measured(save=40.0)
     assert found.warning() and not found.warning()
-    found.saves.add(happenings.save(seconds=90.0))
+    found.saves.own.append(happenings.save(seconds=90.0))
     told = found.warning()
     assert "stop_grace_sec gives 60 s, slurm.warn_sec gives 30 s" in told
 

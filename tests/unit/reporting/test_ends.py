@@ -80,7 +80,7 @@ def test_a_command_that_still_runs_says_what_it_does_after_the_end(run, end):
 
 def test_history_has_its_words_and_counts_steps_that_no_save_has_as_recomputed(run, end):
     last = read_history(run.paths).launches[-1]
-    assert (last.outcome, last.end) == (end.outcome, run.time)
+    assert (last.outcome, last.end) == (": ".join(filter(None, (end.words, end.reason))), run.time)
     assert ("recomputed" in read_history(run.paths).seconds) == end.is_failure
 
 

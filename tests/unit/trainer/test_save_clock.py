@@ -26,7 +26,7 @@ def save_clock(minutes, known, clock, saves=None):
 
 
 def measure(saves, stall, seconds):
-    saves._saves.add(happenings.save(stall=stall, seconds=seconds))
+    saves._saves.own.append(happenings.save(stall=stall, seconds=seconds))
 
 
 @pytest.fixture
