@@ -95,10 +95,12 @@ def _in_utf8() -> None:
 
 
 def _prepare(options: argparse.Namespace) -> None:
+    from forge.core import project_plugins
     from forge.core.process import in_workflow, stop_with_parent
 
     if in_workflow():
         stop_with_parent()
+        project_plugins.use_given()
     else:  # Snakemake names the zone in what it shares with its jobs
         begin_log(sys.stderr)
     if options.log:

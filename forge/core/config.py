@@ -538,7 +538,7 @@ def _hint(unknown: str, where: str, valid: list[str], close: str) -> str:
 def _fields(section: type[BaseModel]) -> dict[str, Any]:
     """Type of each field by its key in files; a Section class for a section, by tag where there are
     several."""
-    of_plugins = hooks.sections() if hasattr(section, "of_plugins") else {}
+    of_plugins: dict[str, Any] = getattr(section, "sections_of_plugins", dict)()
     return {
         field.alias or name: tagged_sections(field.annotation)
         or section_of(field.annotation)

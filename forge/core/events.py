@@ -147,6 +147,12 @@ class Launch(Event):
         return f"{self.job}.{self.restart}" if self.job else f"local.{self.launch}"
 
 
+class Plugins(Event):
+    """The launcher has imported these plugins of the project. used: name -> digest."""
+
+    used: dict[str, str]
+
+
 class Init(Timed):
     """The ranks are ready to train. seconds: since their launch. numerics: all settings besides weights
     and data on which the last bits of a loss depend. why_not_compiled: the reason for

@@ -3,12 +3,13 @@
 A plugin is a folder `forge/plugins/NAME`; functions in its `hooks.py` that are marked with `hook`
 implement some of `Hooks`. Plugins are found by listing these files, so a deleted folder is an absent
 plugin and no error. They are called in order of their names. None is looked for before it is asked for:
-ranks have none. A plugin of a project (`core.project_plugins`) implements `architectures` and
-`optimizers`, and is taken up by `register`.
+ranks have none. A plugin of a project (`core.project_plugins`) implements some of OF_PROJECTS, and is
+taken up by `register`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -33,7 +34,10 @@ if TYPE_CHECKING:
 
 PROJECT = "forge"
 FOLDER = Path(__file__).parents[1] / "plugins"
-OF_PROJECTS = {"architectures", "optimizers"}  # hooks that a plugin of a project may implement
+NAME = r"[a-z][a-z0-9_]{0,39}"  # of a plugin, and of a key of one
+# Hooks that a plugin of a project may implement. A run is bound to the digest of one that has its
+# architecture or its optimizer (`content_ids.used_plugins`), and to no other.
+OF_PROJECTS = {"architectures", "optimizers", "trackers"}
 hook = pluggy.HookimplMarker(PROJECT)
 _specified = pluggy.HookspecMarker(PROJECT)
 _first = _specified(firstresult=True)  # asked until one plugin gives something else than None
@@ -80,6 +84,12 @@ class Hooks:
     def optimizers(self) -> Mapping[str, Optimizer]:
         """Values of `train.optimizer`; `Optimizer.module` names the module with the update, which only
         ranks import, and whose contract is in `forge.trainer.optimizers`. For plugins of a project."""
+        raise NotImplementedError
+
+    @_specified
+    def trackers(self) -> Mapping[str, type[Section]]:
+        """Keys of the section `tracking`, each with its own keys; the method `tracker` of such a section
+        makes the tracker, as docs/plugins/own.md says. For plugins of a project."""
         raise NotImplementedError
 
     @_specified
@@ -233,13 +243,14 @@ def _call() -> Any:
 # What plugins of the project have, with the plugin that has it.
 _architectures: dict[str, tuple[str, type[Model]]] = {}
 _optimizers: dict[str, tuple[str, Optimizer]] = {}
+_trackers: dict[str, type[Section]] = {}
 
 
 def register(name: str, module: ModuleType, taken: Collection[str]) -> None:
     """Take up a plugin of the project. taken: architectures and optimizers of Forge.
 
     Raises pluggy.PluginValidationError for a function that is marked as a hook and is none of `Hooks`, or
-    takes other arguments; TypeError for what is no architecture or optimizer; ValueError for other hooks,
+    takes other arguments; TypeError for a value that its hook does not have; ValueError for other hooks,
     which jobs would not call, and for a name that is taken.
     """
     own = pluggy.PluginManager(PROJECT)
@@ -248,15 +259,22 @@ def register(name: str, module: ModuleType, taken: Collection[str]) -> None:
     own.check_pending()
     if others := {call.name for call in own.get_hookcallers(module) or ()} - OF_PROJECTS:
         raise ValueError(
-            f"{', '.join(sorted(others))}: a plugin of a project has {' and '.join(sorted(OF_PROJECTS))}"
+            f"{', '.join(sorted(others))}: a plugin of a project has {', '.join(sorted(OF_PROJECTS))}"
         )
     models = _named(own.hook.architectures(), "architectures", type)
     updates = _named(own.hook.optimizers(), "optimizers", tuple)
+    sent_to = _named(own.hook.trackers(), "trackers", type)
     for key in (*models, *updates):
         if key in {*taken, *_architectures, *_optimizers}:
             raise ValueError(f"the name {key} is taken, by Forge or by another plugin")
+    for key, section in sent_to.items():
+        if key in _trackers or not re.fullmatch(NAME, key):
+            raise ValueError(f"trackers: the name {key} is taken by another plugin, or no name")
+        if not callable(getattr(section, "tracker", None)):
+            raise TypeError(f"trackers: {key} is {section!r:.80}, which has no method `tracker`")
     _architectures.update({key: (name, model) for key, model in models.items()})
     _optimizers.update({key: (name, one) for key, one in updates.items()})
+    _trackers.update(sent_to)
 
 
 def _named(found: list[Any], hook_name: str, kind: type) -> dict[str, Any]:
@@ -297,6 +315,11 @@ def architectures() -> dict[str, tuple[str, type[Model]]]:
 def optimizers() -> dict[str, tuple[str, Optimizer]]:
     """Value of `train.optimizer` -> the plugin of the project that has it, and what is known of it."""
     return dict(_optimizers)
+
+
+def trackers() -> dict[str, type[Section]]:
+    """Key of `tracking` -> the section of a tracker that a plugin of the project has."""
+    return dict(_trackers)
 
 
 @cache

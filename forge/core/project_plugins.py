@@ -13,6 +13,7 @@ neither read nor written.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shutil
 import sys
@@ -32,11 +33,12 @@ COPIES = Path(".snakemake/forge/plugins")  # below it a directory for each diges
 STAGED = (
     Path(__file__).parents[2] / "project_plugins"
 )  # where `stage.project` has copied them to a node
-NAME = r"[a-z][a-z0-9_]{0,39}"
 DIGEST = re.compile("[0-9a-f]{64}")
 PACKAGE = "forge_plugin_"  # before the name: the package of a plugin's modules
 HOOKS = "hooks"  # the module that has the hooks; a plugin of one file is this module
 MOST_BYTES = 2**22  # of all files of a plugin
+# Variable with name and digest of each plugin that a program has imported, for those that it starts.
+GIVEN = "FORGE_PLUGINS"
 
 # Plugins of this process: name -> digest.
 _used: dict[str, str] = {}
@@ -85,6 +87,18 @@ def used() -> dict[str, str]:
     return dict(_used)
 
 
+def hand_on() -> dict[str, str]:
+    """The variable by which processes that this one starts import the same copies, with `use_given`: also
+    those plugins to which no config of a run is bound."""
+    return {GIVEN: " ".join(f"{name}={digest}" for name, digest in _used.items())}
+
+
+def use_given() -> None:
+    """Import the plugins that `hand_on` has named. Raises ConfigError."""
+    named = [word.partition("=") for word in os.environ.get(GIVEN, "").split()]
+    use({name: digest for name, _, digest in named}, GIVEN)
+
+
 def is_kept(digest: object) -> bool:
     """Return whether there is a copy with this digest."""
     return isinstance(digest, str) and bool(DIGEST.fullmatch(digest)) and folder_of(digest).is_dir()
@@ -115,7 +129,7 @@ def digest_of(files: Mapping[str, bytes]) -> str:
 
 
 def _check_name(name: str, path: Path) -> None:
-    if not re.fullmatch(NAME, name):
+    if not re.fullmatch(hooks.NAME, name):
         raise ConfigError(
             f"plugins has {path}: {name!r} cannot name a plugin",
             fix="name the file or directory with small letters, digits and _, beginning with a letter",
@@ -180,7 +194,7 @@ def _keep(digest: str, files: Mapping[str, bytes]) -> None:
 
 def _copy(name: str, digest: str, where: str) -> dict[str, bytes]:
     """The files of a copy, whose digest was verified."""
-    if not re.fullmatch(NAME, name) or not DIGEST.fullmatch(digest):
+    if not re.fullmatch(hooks.NAME, name) or not DIGEST.fullmatch(digest):
         raise ConfigError(f"{where}: {name!r} with digest {digest!r:.80} is no plugin")
     folder = folder_of(digest)
     if not folder.is_dir():

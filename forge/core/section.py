@@ -167,8 +167,8 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 
 class WithPlugins(BaseModel):
-    """Base of what holds sections of plugins beside its own keys: config.yaml, and settings of a run.
-    They are in its JSON only where they are set."""
+    """Base of what holds sections of plugins beside its own keys: config.yaml, settings of a run, and a
+    section to which plugins add. They are in its JSON only where they are set."""
 
     _of_plugins: dict[str, Section] = PrivateAttr(default_factory=dict)
 
@@ -176,6 +176,11 @@ class WithPlugins(BaseModel):
         """The section of a plugin, with its defaults where it is not set."""
         found = (one for one in self._of_plugins.values() if isinstance(one, section))
         return next(found, None) or section()
+
+    @classmethod
+    def sections_of_plugins(cls) -> dict[str, type[Section]]:
+        """The sections by key that plugins add to this one."""
+        return hooks.sections()
 
     @property
     def of_plugins(self) -> dict[str, Section]:
@@ -188,7 +193,8 @@ class WithPlugins(BaseModel):
         own = {field.alias or name for name, field in cls.model_fields.items()}
         others = values.keys() - own if isinstance(values, dict) else set()
         # Ranks, whose configs have no such section, look for no plugin.
-        of_plugins = {key: hooks.sections()[key] for key in others if key in hooks.sections()}
+        known = cls.sections_of_plugins() if others else {}
+        of_plugins = {key: known[key] for key in others if key in known}
         if not of_plugins:
             return read(values)
         found: dict[str, Section] = {}

@@ -4,6 +4,7 @@ given."""
 from __future__ import annotations
 
 import difflib
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from typing import Any
 from snakemake.logging import logger
 
 from forge.checkpoint import family
-from forge.core import hooks
+from forge.core import hooks, project_plugins
 from forge.core.config import RUN_NAME, ResolvedConfig
 from forge.core.errors import ConfigError, Exit, ForgeError
 from forge.core.paths import (
@@ -82,6 +83,7 @@ class Flow:
         given = user_module.given_config(self._snakemake, values)
         settings, main = self._snakemake.config_settings, self._is_main
         self.runs = runs.read_runs(settings, given, main=main)
+        os.environ.update(project_plugins.hand_on())
         resources = self._snakemake.resource_settings
         overwrites = resources.overwrite_resources
         self._profile = Profile.of_command(sys.argv[1:], overwrites) if main else Profile()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import family
-from forge.core import hooks
+from forge.core import hooks, project_plugins
 from forge.core.config import (
     CONFIG,
     OF_FORGES_TRAINER,
@@ -102,6 +102,7 @@ def read_runs(
     Snakemake removes a rule's outputs before it starts the rule.
     """
     if values := _as_submitted(main):
+        project_plugins.use(values.get("plugins", {}), "the job")
         submitted: dict[str, Any] = values["submitted"]
         runs = {
             name: checked(ResolvedConfig, values, "the job") for name, values in submitted.items()

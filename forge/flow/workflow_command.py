@@ -12,7 +12,7 @@ from contextlib import ExitStack, chdir, suppress
 from pathlib import Path
 from typing import Any
 
-from forge.core import hooks
+from forge.core import hooks, project_plugins
 from forge.core.config import (
     ResolvedConfig,
 )
@@ -62,7 +62,9 @@ def keep_for_jobs(
 ) -> None:
     """Write the runs down as they are now, and tell this Snakemake's jobs where."""
     submitted = {name: config.to_json() for name, config in runs.items()}
-    values = {"submitted": submitted, "layouts": layouts}
+    values: dict[str, Any] = {"submitted": submitted, "layouts": layouts}
+    if used := project_plugins.used():
+        values["plugins"] = used
     path = WORKFLOW / f"submitted-{digest_bytes(canonical(values))[:16]}.json"
     if not path.exists():
         write_json(path, values, private=True)  # addresses of trackers may have a password

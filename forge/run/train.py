@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from forge.core import events, hooks
+from forge.core import events, hooks, project_plugins
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DiskFull, Exit, ForgeError, TrainingError, UnfitError
 from forge.core.machine import Machine
@@ -85,6 +85,8 @@ def train(
             say(f"{paths.root} is complete at step {step}: nothing to train")
             remove_staged(staged, paths.root.name, placement)
             return _write_trained(program, step)
+        if used := project_plugins.used():
+            events.record(paths.events, events.Plugins(used=used))
         with hooks.while_training(paths, settings, config.data):
             try:
                 record = _train_until_it_ends(program, start, placement, step)

@@ -78,6 +78,7 @@ ALL: list[Event] = [
     preflight(),
     launch(),
     launch(job="12", restart=1),
+    events.Plugins(used={"lab_file": "a" * 64}),
     init(),
     events.Eval(seconds=1.0, step=0, loss=3.5),
     save(),

@@ -34,6 +34,7 @@ MARKER = re.compile(r"<!-- not run(?: \(([^)]+)\))?: (.+?) -->", re.DOTALL)
 
 BERT = "config/labs/bert-cpu/README.md"
 RUNNER = "tests/workflow/test_documented_commands.py"
+OWN_PLUGINS = "docs/plugins/own.md"  # whose Python tests/workflow/test_own_plugins.py runs
 PYTHON_THAT_RUNS = ("docs/huggingface.md",)  # whose Python RUNNER runs, too
 # What others run: page, section ("" for all), beginning of the command.
 ELSEWHERE = {

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
+from support.pages import OWN_PLUGINS, ROOT, blocks_of
+
 from forge.core import hooks, project_plugins
 
 # Llama by another name, with layers of its own.
@@ -54,6 +56,16 @@ def write_plugin(folder: Path, hooks_text: str = HOOKS, layers: str = LAYERS) ->
     return folder
 
 
+def write_documented(root: Path, name: str) -> Path:
+    """The file `plugins/…` of the page for users, in a project: its first line there is its name."""
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = [block.text for block in blocks_of(OWN_PLUGINS, (ROOT / OWN_PLUGINS).read_text())]
+    [text] = [text for text in texts if text.splitlines()[0] == f"# {name}"]
+    path.write_text(text)
+    return path
+
+
 @contextmanager
 def fresh_process() -> Iterator[None]:
     """As a process that has imported no plugin of a project; afterwards as before."""
@@ -62,6 +74,7 @@ def fresh_process() -> Iterator[None]:
         mock.patch.object(project_plugins, "_used", {}),
         mock.patch.object(hooks, "_architectures", {}),
         mock.patch.object(hooks, "_optimizers", {}),
+        mock.patch.object(hooks, "_trackers", {}),
     ):
         yield
     sys.meta_path[:] = finders

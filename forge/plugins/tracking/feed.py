@@ -1,13 +1,15 @@
 """Process that sends the numbers of a run to trackers: `python -m forge.plugins.tracking.feed RUN`.
 
 The first line of its standard input has the section `tracking`, whose addresses may hold a password: the
-words of a command are seen by all users of the node. It ends when all is sent after its standard input
+words of a command are seen by all users of the node. A variable names the project's plugins, whose copies
+it imports (`project_plugins.use_given`). It ends when all is sent after its standard input
 was closed, or at once with its launcher. Each tracker has a thread of its own, so that one that hangs
 delays no other.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -18,7 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+from forge.core import project_plugins
 from forge.core.errors import ConfigError, ForgeError, UnfitError
 from forge.core.paths import RunPaths
 from forge.core.process import stop_with_parent
@@ -57,7 +61,8 @@ def trackers_of(
         made["wandb"] = WeightsAndBiases(tracking.wandb, tell, must_send=must_send)
     if tracking.mlflow:
         made["mlflow"] = MLflow(tracking.mlflow)
-    return made
+    own: dict[str, Any] = tracking.of_plugins
+    return made | {name: one.tracker() for name, one in own.items()}
 
 
 @dataclass
@@ -188,7 +193,8 @@ def main(run: str) -> int:
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
     paths = RunPaths(Path(run))
-    tracking = Tracking.model_validate_json(sys.stdin.buffer.readline())
+    project_plugins.use_given()
+    tracking = Tracking.model_validate(json.loads(sys.stdin.buffer.readline()))
     tell = _messages()
     is_over = threading.Event()
     threading.Thread(target=_wait_for_end, args=(is_over,), daemon=True).start()

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from forge.core import project_plugins
 from forge.core.errors import ForgeError
 from forge.core.files import open_private
 from forge.core.paths import RunPaths
@@ -65,7 +66,11 @@ def _start(paths: RunPaths, tracking: Tracking) -> subprocess.Popen[bytes] | Non
         # What libraries say of an address may have its password.
         with open(log_file(paths), "a", opener=open_private) as log:
             child = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, start_new_session=True
+                command,
+                env={**os.environ, **project_plugins.hand_on()},
+                stdin=subprocess.PIPE,
+                stdout=log,
+                start_new_session=True,
             )
         assert child.stdin
         with suppress(BrokenPipeError):  # it has crashed, which `_finish` notices

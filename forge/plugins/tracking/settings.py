@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from forge.core.section import Section
+from forge.core import hooks
+from forge.core.section import Section, WithPlugins
 
 Text = Annotated[str, Field(min_length=1, max_length=128)]
 
@@ -43,7 +44,7 @@ class Mlflow(Section):
     """Experiment of the run, made when it does not exist."""
 
 
-class Tracking(Section):
+class Tracking(WithPlugins, Section):
     """Trackers of a run's numbers, which training never waits for. Needs `make setup EXTRAS=tracking`."""
 
     BOUND = ()
@@ -55,7 +56,23 @@ class Tracking(Section):
     mlflow: Mlflow | None = None
     """null: not sent to MLflow; `{}`: with the defaults."""
 
+    @classmethod
+    def sections_of_plugins(cls) -> dict[str, type[Section]]:
+        """The sections of trackers of the project's plugins, by key."""
+        return hooks.trackers()
+
+    def _check_of_plugins(self) -> None:
+        if both := hooks.trackers().keys() & type(self).model_fields.keys():
+            raise ValueError(
+                f"the plugin's tracker {min(both)} has the name of one of Forge: give it another"
+            )
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """Names of Forge's trackers that are on, which are also those of their packages."""
+        return tuple(name for name, value in self if value not in (None, False))
+
     @property
     def trackers(self) -> tuple[str, ...]:
-        """Names of the trackers that are on, which are also those of their packages."""
-        return tuple(name for name, value in self if value not in (None, False))
+        """Names of the trackers that are on."""
+        return (*self.packages, *self.of_plugins)

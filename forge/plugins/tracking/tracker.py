@@ -50,9 +50,9 @@ class Tracker(Protocol):
 
 
 def missing_packages(tracking: Tracking) -> list[str]:
-    """Trackers that are on, whose package is not installed here."""
+    """Forge's trackers that are on, whose package is not installed here."""
     # Without an origin it is a folder of this name, such as the wandb/ of earlier runs.
-    return [name for name in tracking.trackers if not getattr(find_spec(name), "origin", None)]
+    return [name for name in tracking.packages if not getattr(find_spec(name), "origin", None)]
 
 
 def refuse_missing_packages(tracking: Tracking, where: str) -> None:

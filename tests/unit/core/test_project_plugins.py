@@ -147,6 +147,11 @@ def test_another_digest_than_the_one_in_use_is_refused_by_name(project):
         (HOOKS.replace('{"twin": Twin}', '{"llama": Twin}'), "llama"),
         (HOOKS.replace('{"twin": Twin}', "{'twin': 3}"), "twin is 3"),
         (HOOKS.replace('{"twin": Twin}', "7"), "architectures"),
+        (
+            f"{HOOKS}\n\n@hook\ndef trackers():\n    return {{'mine': Twin}}\n",
+            "no method `tracker`",
+        ),
+        (f"{HOOKS}\n\n@hook\ndef trackers():\n    return {{'../mine': Twin}}\n", "or no name"),
     ],
 )
 def test_plugin_that_does_not_work_is_told_by_name(project, text, message):

@@ -1,0 +1,83 @@
+"""The plugins of docs/plugins/own.md as a lab types them, in runs. Threats: rows that are lost or sent
+twice, a run that is bound to what no weight depends on, and other code than was digested."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from support.clone import Project
+from support.project_plugin import write_documented
+
+from forge.core import project_plugins
+from forge.core.files import read_json
+
+
+def configure(project: Project, max_steps: int = 12, **sections: object) -> None:
+    """The tiny config with these sections, trained by one rank."""
+    project.write_config(**sections)
+    path = project.root / "config/config.yaml"
+    values = yaml.safe_load(path.read_text())
+    values["train"]["max_steps"] = max_steps
+    path.write_text(yaml.safe_dump(values))
+
+
+def trained(project: Project) -> str:
+    code, output = project.snakemake("train")
+    assert code == 0, output
+    assert project.read("validated.json")["status"] == "valid"
+    return output
+
+
+def used(project: Project) -> list[dict[str, str]]:
+    """Plugins of each launch that had any."""
+    lines = map(json.loads, project.path("events.jsonl").read_text().splitlines())
+    return [line["used"] for line in lines if line["event"] == "plugins"]
+
+
+# --- a tracker ------------------------------------------------------------------------------------
+
+
+def sent(project: Project) -> list[int]:
+    lines = (project.root / "lab.jsonl").read_text().splitlines()
+    return [json.loads(line)["step"] for line in lines]
+
+
+@pytest.mark.all
+def test_tracker_has_each_step_once_while_its_code_is_edited_and_left_out(project: Project) -> None:
+    project.one_rank()
+    plugin = write_documented(project.root, "plugins/lab_file.py")
+    with_tracker = {"plugins": ["plugins/lab_file.py"], "tracking": {"lab_file": {}}}
+    configure(project, **with_tracker)
+    trained(project)
+    first = {"lab_file": digest(plugin)}
+    assert used(project) == [first]
+    assert sent(project) == [*range(13)]
+    assert "plugins" not in read_json(project.path("config.json"))["ids"]  # no weight depends on it
+    # Edited: the run goes on, the log has the new digest. What runs is the copy, not a module of that
+    # name in the directory.
+    (project.root / "lab_file.py").write_text("raise RuntimeError('not the plugin')")
+    told = "\nopen('imported.txt', 'a').write(__file__ + '\\n')\n"
+    plugin.write_text(plugin.read_text() + told)
+    configure(project, 16, **with_tracker)
+    trained(project)
+    assert used(project) == [first, {"lab_file": digest(plugin)}]
+    assert sent(project) == [*range(17)]
+    copy = project.root / project_plugins.COPIES / digest(plugin) / "hooks.py"
+    assert set((project.root / "imported.txt").read_text().split()) == {str(copy)}
+    # Gone.
+    plugin.unlink()
+    configure(project, 20)
+    trained(project)
+    assert len(used(project)) == 2 and sent(project)[-1] == 16
+    write_documented(project.root, "plugins/lab_file.py")
+    configure(project, 20, **with_tracker)
+    done = project.forge("sync", "base")
+    assert done.returncode == 0, done.stderr
+    assert sent(project) == [*range(21)]
+
+
+def digest(path: Path) -> str:
+    return project_plugins.digest_of({"hooks.py": path.read_bytes()})
