@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from forge.core.models.base import Model
     from forge.core.optimizers import Optimizer
     from forge.core.paths import RunPaths
-    from forge.core.records import RunSettings
+    from forge.core.records import Check, RunSettings
     from forge.core.section import Section
 
 PROJECT = "forge"
@@ -37,7 +37,7 @@ FOLDER = Path(__file__).parents[1] / "plugins"
 NAME = r"[a-z][a-z0-9_]{0,39}"  # of a plugin, and of a key of one
 # Hooks that a plugin of a project may implement. A run is bound to the digest of one that has its
 # architecture or its optimizer (`content_ids.used_plugins`), and to no other.
-OF_PROJECTS = {"architectures", "optimizers", "trackers"}
+OF_PROJECTS = {"architectures", "optimizers", "trackers", "node_checks"}
 hook = pluggy.HookimplMarker(PROJECT)
 _specified = pluggy.HookspecMarker(PROJECT)
 _first = _specified(firstresult=True)  # asked until one plugin gives something else than None
@@ -90,6 +90,12 @@ class Hooks:
     def trackers(self) -> Mapping[str, type[Section]]:
         """Keys of the section `tracking`, each with its own keys; the method `tracker` of such a section
         makes the tracker, as docs/plugins/own.md says. For plugins of a project."""
+        raise NotImplementedError
+
+    @_specified
+    def node_checks(self) -> Sequence[Callable[[], Check]]:
+        """Checks of a node before it trains. Each runs on each node, for a few seconds at most; what it
+        raises is a check that fails. For plugins of a project."""
         raise NotImplementedError
 
     @_specified
@@ -244,6 +250,7 @@ def _call() -> Any:
 _architectures: dict[str, tuple[str, type[Model]]] = {}
 _optimizers: dict[str, tuple[str, Optimizer]] = {}
 _trackers: dict[str, type[Section]] = {}
+_node_checks: list[tuple[str, Callable[[], Check]]] = []
 
 
 def register(name: str, module: ModuleType, taken: Collection[str]) -> None:
@@ -272,9 +279,13 @@ def register(name: str, module: ModuleType, taken: Collection[str]) -> None:
             raise ValueError(f"trackers: the name {key} is taken by another plugin, or no name")
         if not callable(getattr(section, "tracker", None)):
             raise TypeError(f"trackers: {key} is {section!r:.80}, which has no method `tracker`")
+    checks = _listed(own.hook.node_checks())
+    if wrong := [one for one in checks if not callable(one)]:
+        raise TypeError(f"node_checks: {wrong[0]!r:.80} is no function")
     _architectures.update({key: (name, model) for key, model in models.items()})
     _optimizers.update({key: (name, one) for key, one in updates.items()})
     _trackers.update(sent_to)
+    _node_checks.extend((name, one) for one in checks)
 
 
 def _named(found: list[Any], hook_name: str, kind: type) -> dict[str, Any]:
@@ -320,6 +331,11 @@ def optimizers() -> dict[str, tuple[str, Optimizer]]:
 def trackers() -> dict[str, type[Section]]:
     """Key of `tracking` -> the section of a tracker that a plugin of the project has."""
     return dict(_trackers)
+
+
+def node_checks() -> list[tuple[str, Callable[[], Check]]]:
+    """Each check of a node that plugins of the project have, with the plugin."""
+    return list(_node_checks)
 
 
 @cache

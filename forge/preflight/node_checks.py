@@ -18,22 +18,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import blake3
 import psutil
 
 import forge
+from forge.core import hooks, project_plugins
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open, disk_trouble, private_root
 from forge.core.machine import Fabric, Machine
 from forge.core.paths import MANIFEST
 from forge.core.process import boot_id, hostname, node_local_folder, raise_open_files
 from forge.core.provenance import PACKAGES
-from forge.core.records import Check
+from forge.core.records import Check, Status
 from forge.data.shards import Kind
 from forge.hosts import network, rendezvous
 from forge.launch.rank_records import ProgramFolders
@@ -48,6 +49,9 @@ LOCAL_MIB = 16
 # What a node writes into the run's directory: enough to tell the rate of a save, gone in a second. Of a
 # small disk only a part, which tells no rate: whether it suffices, training finds out.
 RESULTS_MIB, PART_OF_FREE = 32, 0.1
+
+# A check of a project's plugin may take this long: a file system that hangs is what some look for.
+OWN_SEC = 10.0
 
 # Larger than any packet: does not arrive where large packets are lost (MTU mismatch).
 PAYLOAD = 2**16
@@ -68,6 +72,7 @@ class Wanted:
     master: str  # host name or address of the rendezvous; "" where this node is the only one
     variables: dict[str, str]  # of machine.yaml and its modules, which ranks get in addition
     threads: str | None  # OMP_NUM_THREADS of the ranks; None where Forge chooses it
+    plugins: dict[str, str] = field(default_factory=dict)  # those of the project that have checks
 
     @property
     def environ(self) -> dict[str, str]:
@@ -136,7 +141,8 @@ def check_node(wanted: Wanted) -> NodeAnswer:
         bytes_per_sec=written.bytes_per_sec,
         boot=boot_id(),
     )
-    return NodeAnswer(list(node_checks(wanted, written.check)), facts)
+    checks = [*node_checks(wanted, written.check), *own_checks(wanted.plugins)]
+    return NodeAnswer(checks, facts)
 
 
 def node_checks(wanted: Wanted, results_check: Check) -> Iterator[Check]:
@@ -187,6 +193,51 @@ def node_checks(wanted: Wanted, results_check: Check) -> Iterator[Check]:
             yield _cuda()
     if machine.device != "cpu":
         yield from gpu_checks()
+
+
+def own_checks(plugins: Mapping[str, str]) -> list[Check]:
+    """The checks that these plugins of the project make of this node, all at once. plugins: name ->
+    digest. Raises ConfigError where it has no such copy."""
+    project_plugins.use(plugins, "preflight")
+    answers: dict[int, Check] = {}
+
+    def make(number: int, plugin: str, check: Callable[[], Check]) -> None:
+        try:
+            made = check()
+            if not isinstance(made, Check) or made.status not in get_args(Status):
+                raise TypeError(
+                    f"it gives {made!r:.80}, and not a Check that is {get_args(Status)}"
+                )
+        except (Exception, SystemExit) as err:
+            said, fix = f"{type(err).__name__}: {err}", f"correct it in the plugin {plugin}"
+            made = Check(_name_of(check), "fail", said, fix)
+        answers[number] = made
+
+    known = hooks.node_checks()
+    threads = [
+        threading.Thread(target=make, args=(number, *one), daemon=True)
+        for number, one in enumerate(known)
+    ]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + OWN_SEC
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return [answers.get(n) or _late(plugin, check) for n, (plugin, check) in enumerate(known)]
+
+
+def _late(plugin: str, check: Callable[[], Check]) -> Check:
+    return Check(
+        _name_of(check),
+        "fail",
+        f"no answer within {OWN_SEC:g} s",
+        f"leave this node out, or see what {_name_of(check)} of the plugin {plugin} waits for",
+        cause="a file system or a service that it asks hangs",
+    )
+
+
+def _name_of(check: Callable[[], Check]) -> str:
+    return str(getattr(check, "__name__", check))
 
 
 def _name_resolves() -> Check:

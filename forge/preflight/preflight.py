@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forge.core import events, records
+from forge.core import events, hooks, project_plugins, records
 from forge.core.config import ResolvedConfig
 from forge.core.errors import UnfitError
 from forge.core.files import atomic_open
@@ -275,6 +275,7 @@ def _wanted(
     master = rendezvous.host(machine.fabric, placement.hosts[0])
     programs, tokens = _programs(config, placement, staged), config.ids.tokens
     results = str(RunPaths.of(config).root.absolute())
+    own = {name: project_plugins.used()[name] for name, _ in hooks.node_checks()}
     return {
         host: Wanted(
             results=results if _sees_results(machine, host) else "",
@@ -287,6 +288,7 @@ def _wanted(
             master="" if placement.is_here else master,
             variables=dict(placement.variables),
             threads=placement.threads,
+            plugins=own,
         )
         for host in placement.hosts
     }

@@ -1,4 +1,4 @@
-"""A plugin of the project that is edited while its job waits, on a cluster."""
+"""Plugins of the project on a cluster: one that is edited while its job waits, and checks of nodes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
-from support.project_plugin import HOOKS, LAYERS, write_plugin
+from support.project_plugin import HOOKS, LAYERS, write_documented, write_plugin
 
 from forge.core.files import read_json
 from forge.trainer.models.llama_decoder import LlamaDecoder
@@ -46,3 +46,24 @@ def test_plugin_that_is_edited_at_noon_is_as_it_was_for_a_job_that_is_requeued_a
     assert project.end(project.start("train", *more)) != 0
     assert "the plugin twin has digest" in project.output()
     assert len(project.submitted()) == jobs
+
+
+def test_node_that_a_check_of_the_project_fails_is_left_out_and_a_spare_one_trains(
+    new_project: Callable[..., Project], cluster: Cluster
+) -> None:
+    project = new_project(
+        values={"plugins": ["plugins/lab_node.py"]},
+        machine={"preflight": {"spare_nodes": 1}},
+        train_run={"slurm_partition": "low", "nodes": 1},
+    )
+    fit, unfit = sorted({*cluster.nodes} - {*project.excluded()})
+    plugin = write_documented(project.folder, "plugins/lab_node.py")
+    scratch = project.folder / "scratch"
+    text = plugin.read_text().replace("os.path.ismount(SCRATCH)", "os.uname().nodename != UNFIT")
+    plugin.write_text(text.replace('"/scratch"', f'"{scratch}"; UNFIT = "{unfit}"'))
+    assert project.end(project.start()) == 0, project.said()
+    run = project.run()
+    assert run.events("preflight")[-1]["left_out"].keys() == {unfit}
+    assert f"{scratch} is not mounted" in run.events("preflight")[-1]["left_out"][unfit]
+    assert run.events("launch")[0]["nodes"] == [fit]
+    assert read_json(run.paths.validated)["status"] == "valid"

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import yaml
-from support.project_plugin import write_plugin
+from support.project_plugin import write_documented, write_plugin
 from support.repository import REPOSITORY
 
 from forge.core.project_plugins import STAGED
@@ -325,6 +325,30 @@ def test_nodes_that_do_not_see_the_project_have_its_plugin(allocate, lean_projec
     module, folder = found.stdout.split()
     assert module == "forge_plugin_twin.hooks"
     assert Path(folder).parent.name == STAGED.name and "job-" in folder
+
+
+def test_nodes_that_do_not_see_the_project_make_the_checks_of_its_plugin(
+    allocate, lean_project, tiny_config
+):
+    here = replace(allocate(2), config=lean_project / "config.yaml")
+    plugin = write_documented(lean_project, "plugins/lab_node.py")
+    blind = here.hosts[1]
+    # Where its code was read from, in place of what it looks for.
+    text = plugin.read_text().replace(
+        "os.path.ismount(SCRATCH)", f"os.uname().nodename != {blind!r}"
+    )
+    plugin.write_text(text.replace('f"{SCRATCH} is not mounted"', "__file__"))
+    values = yaml.safe_load(tiny_config.read_text())
+    here.config.write_text(yaml.safe_dump({**values, "plugins": ["plugins/lab_node.py"]}))
+    given = {"python": lean_project / ".venv/bin/python", "cwd": lean_project}
+    here.stage("--machine.stage.project=true", **given)
+    here.cluster.hide(blind, lean_project)
+    try:
+        done = here.forge("preflight", "--machine.stage.project=true", **given)
+    finally:
+        here.cluster.unhide(blind, lean_project)
+    assert done.returncode == UNFIT, done.stderr
+    assert f"scratch: {ROOT}/job-{here.job}/" in done.stderr and f"/{STAGED.name}/" in done.stderr
 
 
 # --- another training program ----------------------------------------------------------------------

@@ -75,6 +75,7 @@ def fresh_process() -> Iterator[None]:
         mock.patch.object(hooks, "_architectures", {}),
         mock.patch.object(hooks, "_optimizers", {}),
         mock.patch.object(hooks, "_trackers", {}),
+        mock.patch.object(hooks, "_node_checks", []),
     ):
         yield
     sys.meta_path[:] = finders

@@ -81,3 +81,23 @@ def test_tracker_has_each_step_once_while_its_code_is_edited_and_left_out(projec
 
 def digest(path: Path) -> str:
     return project_plugins.digest_of({"hooks.py": path.read_bytes()})
+
+
+# --- a check of the nodes -------------------------------------------------------------------------
+
+
+def test_node_that_a_plugin_finds_unfit_does_not_train(project: Project) -> None:
+    project.one_rank()
+    plugin = write_documented(project.root, "plugins/lab_node.py")
+    plugin.write_text(plugin.read_text().replace('"/scratch"', f'"{project.root}/scratch"'))
+    configure(project, plugins=["plugins/lab_node.py"])
+    code, output = project.snakemake("train")
+    assert code != 0, output
+    assert f"scratch: {project.root}/scratch is not mounted" in output
+    assert "fix: leave this node out, and tell the site" in output
+    assert not project.path("metrics.jsonl").exists()
+    # Corrected: no run is bound to it.
+    plugin.write_text(plugin.read_text().replace("os.path.ismount(SCRATCH)", "True"))
+    trained(project)
+    checks = read_json(project.path("preflight.json"))["nodes"][0]["checks"]
+    assert [check["status"] for check in checks if check["name"] == "scratch"] == ["ok"]

@@ -17,10 +17,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from support import inputs
+from support.project_plugin import fresh_process, write_documented
 from support.shards import make
 
 import forge
-from forge.core.errors import UnfitError
+from forge.core import project_plugins
+from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import inputs_folder
 from forge.core.process import hostname
@@ -575,3 +577,66 @@ def test_node_that_need_not_see_results_is_checked_for_its_own_disk(wanted, tmp_
     found = {check.name: check for check in node_checks.check_node(blind).checks}
     assert found["results"].status == "ok"
     assert str(tmp_path / "disk") in found["results"].message
+
+
+# --- of a project's plugin ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Replaces text in the plugin of the page for users; the checks of this node with it."""
+    monkeypatch.chdir(tmp_path)
+
+    def checked(old, new):
+        plugin = write_documented(tmp_path, "plugins/lab_node.py")
+        plugin.write_text(plugin.read_text().replace(old, new))
+        plugins = project_plugins.read(["plugins/lab_node.py"])
+        with fresh_process():  # as the agent of a node, which has read no config
+            return node_checks.own_checks(plugins)
+
+    with fresh_process():
+        yield checked
+
+
+def test_check_of_a_plugin_is_made_on_the_node(own):
+    [check] = own('"/scratch"', '"/"')
+    assert check == Check("scratch", "ok", "/ is mounted")
+
+
+def test_check_of_a_plugin_that_fails_says_what_is_wrong_and_what_to_do(own):
+    [check] = own('"/scratch"', '"/no/scratch"')
+    assert (check.status, check.message) == ("fail", "/no/scratch is not mounted")
+    assert check.fix == "leave this node out, and tell the site"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("raise KeyError('SCRATCH')", "KeyError: 'SCRATCH'"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("return None", "it gives None, and not a Check"),
+        ("return Check('scratch', 'failed', 'no')", "and not a Check"),
+    ],
+)
+def test_check_of_a_plugin_that_does_not_work_fails_by_its_name_and_the_plugins(own, line, message):
+    [check] = own("def scratch():", f"def scratch():\n    {line}")
+    assert (check.name, check.status) == ("scratch", "fail")
+    assert message in check.message
+    assert check.fix == "correct it in the plugin lab_node"
+
+
+def test_check_of_a_plugin_that_hangs_delays_the_others_by_its_limit_alone(own, monkeypatch):
+    monkeypatch.setattr(node_checks, "OWN_SEC", 0.5)
+    two = "    return [lambda: __import__('time').sleep(3600), scratch]"
+    started = time.monotonic()
+    late, scratch = own("    return [scratch]", two)
+    assert time.monotonic() - started < 5
+    assert (late.status, scratch.message) == ("fail", "/scratch is not mounted")
+    assert "no answer within 0.5 s" in late.message and "the plugin lab_node" in late.fix
+
+
+def test_node_without_the_copy_of_a_plugin_imports_nothing(wanted, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with fresh_process(), pytest.raises(ConfigError, match="made with the plugin lab_node"):
+        node_checks.own_checks({"lab_node": "e" * 64})
+    assert node_checks.check_node(wanted).facts.boot  # without plugins none is looked for
