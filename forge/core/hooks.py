@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import pluggy
 
+from forge.core.errors import ConfigError
+
 if TYPE_CHECKING:
     from forge.core.config import Config, ResolvedConfig
     from forge.core.errors import ForgeError
@@ -37,7 +39,10 @@ FOLDER = Path(__file__).parents[1] / "plugins"
 NAME = r"[a-z][a-z0-9_]{0,39}"  # of a plugin, and of a key of one
 # Hooks that a plugin of a project may implement. A run is bound to the digest of one that has its
 # architecture or its optimizer (`content_ids.used_plugins`), and to no other.
-OF_PROJECTS = {"architectures", "optimizers", "trackers", "node_checks"}
+OF_PROJECTS = {
+    *("architectures", "optimizers", "trackers", "node_checks"),
+    *("rule_file", "wanted_files"),
+}
 hook = pluggy.HookimplMarker(PROJECT)
 _specified = pluggy.HookspecMarker(PROJECT)
 _first = _specified(firstresult=True)  # asked until one plugin gives something else than None
@@ -147,7 +152,8 @@ class Hooks:
 
     @_specified
     def rule_file(self) -> Path:
-        """A file of Snakemake rules, which use the object FORGE (`forge.flow.flow.Flow`)."""
+        """A file of Snakemake rules, which use the object FORGE (`forge.flow.flow.Flow`). Of a plugin of
+        a project: one of its own files."""
         raise NotImplementedError
 
     @_specified
@@ -251,6 +257,8 @@ _architectures: dict[str, tuple[str, type[Model]]] = {}
 _optimizers: dict[str, tuple[str, Optimizer]] = {}
 _trackers: dict[str, type[Section]] = {}
 _node_checks: list[tuple[str, Callable[[], Check]]] = []
+_rule_files: list[Path] = []
+_of_project: dict[str, Any] = {}  # all hooks of a plugin, as `_call` gives them
 
 
 def register(name: str, module: ModuleType, taken: Collection[str]) -> None:
@@ -282,10 +290,16 @@ def register(name: str, module: ModuleType, taken: Collection[str]) -> None:
     checks = _listed(own.hook.node_checks())
     if wrong := [one for one in checks if not callable(one)]:
         raise TypeError(f"node_checks: {wrong[0]!r:.80} is no function")
+    own_files = Path(str(module.__file__)).parent
+    rules = [Path(path) for path in own.hook.rule_file()]
+    if wrong := [path for path in rules if not path.is_file() or path.parent != own_files]:
+        raise ValueError(f"rule_file: {wrong[0]} is no file beside its hooks")
     _architectures.update({key: (name, model) for key, model in models.items()})
     _optimizers.update({key: (name, one) for key, one in updates.items()})
     _trackers.update(sent_to)
     _node_checks.extend((name, one) for one in checks)
+    _rule_files.extend(rules)
+    _of_project[name] = own.hook
 
 
 def _named(found: list[Any], hook_name: str, kind: type) -> dict[str, Any]:
@@ -315,6 +329,8 @@ def _merged(found: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _listed(found: list[Sequence[T]]) -> list[T]:
+    if wrong := [one for one in found if not isinstance(one, list | tuple)]:
+        raise TypeError(f"it gives {wrong[0]!r:.80}, which is no list")
     return [value for one in found for value in one]
 
 
@@ -387,7 +403,7 @@ def run_lines(paths: RunPaths) -> dict[str, list[str]]:
 
 def rule_files() -> list[str]:
     """The files of Snakemake rules of plugins."""
-    return [str(path) for path in _call().rule_file()]
+    return [str(path) for path in (*_call().rule_file(), *_rule_files)]
 
 
 def rules_on_nodes() -> list[str]:
@@ -406,8 +422,17 @@ def rule_settings(runs: Mapping[str, ResolvedConfig]) -> dict[str, dict[str, Any
 
 
 def wanted_files(config: ResolvedConfig, target: str) -> list[str]:
-    """Files of a run that plugins add to a target."""
-    return _listed(_call().wanted_files(config=config, target=target))
+    """Files of a run that plugins add to a target. Raises ConfigError where one of a project raises."""
+    wanted = _listed(_call().wanted_files(config=config, target=target))
+    for name, own in _of_project.items():
+        try:
+            wanted += _listed(own.wanted_files(config=config, target=target))
+        except Exception as err:
+            said = f"{type(err).__name__}: {err}"
+            raise ConfigError(
+                f"the plugin {name}: wanted_files: {said}", fix="correct it"
+            ) from None
+    return wanted
 
 
 def check_targets(runs: Mapping[str, ResolvedConfig], targets: Sequence[str]) -> None:

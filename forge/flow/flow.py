@@ -187,7 +187,10 @@ class Flow:
 
     def wanted_files(self, target: str, runs: Iterable[str], *own: str) -> list[str]:
         """Files of each run that this target asks for: its own, and those that plugins add."""
-        wanted = {run: (*own, *hooks.wanted_files(self.runs[run], target)) for run in runs}
+        try:
+            wanted = {run: (*own, *hooks.wanted_files(self.runs[run], target)) for run in runs}
+        except ForgeError as err:
+            raise refusal(str(err)) from None
         return [path for run, names in wanted.items() for path in self.files_of([run], *names)]
 
     def resumed_files(self, wildcards: Any) -> list[str]:

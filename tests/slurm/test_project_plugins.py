@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,3 +68,25 @@ def test_node_that_a_check_of_the_project_fails_is_left_out_and_a_spare_one_trai
     assert f"{scratch} is not mounted" in run.events("preflight")[-1]["left_out"][unfit]
     assert run.events("launch")[0]["nodes"] == [fit]
     assert read_json(run.paths.validated)["status"] == "valid"
+
+
+def test_rule_and_tracker_of_the_project_are_as_they_were_submitted(
+    new_project: Callable[..., Project],
+) -> None:
+    own = ["plugins/losses", "plugins/lab_file.py"]
+    project = new_project(values={"plugins": own, "tracking": {"lab_file": {}}}, on=1)
+    files = ("losses/hooks.py", "losses/rules.smk", "losses/table.py", "lab_file.py")
+    paths = [write_documented(project.folder, f"plugins/{name}") for name in files]
+    command = project.start(env=paused())
+    run = project.run()
+    run.wait_for_pause(PAUSE)
+    for path in paths:
+        path.write_text("raise RuntimeError('edited at noon')")
+    run.end_pause(PAUSE)
+    assert project.end(command) == 0, project.said()
+    table = (run.paths.root / "losses.tsv").read_text().splitlines()
+    assert len(table) == len(run.losses())
+    assert len(project.submitted()) == 3  # of training, validation and the rule
+    lines = (project.folder / "lab.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [*range(len(table) + 1)]
+    assert run.events("plugins")[0]["used"].keys() == {"losses", "lab_file"}

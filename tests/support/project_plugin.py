@@ -76,6 +76,8 @@ def fresh_process() -> Iterator[None]:
         mock.patch.object(hooks, "_optimizers", {}),
         mock.patch.object(hooks, "_trackers", {}),
         mock.patch.object(hooks, "_node_checks", []),
+        mock.patch.object(hooks, "_rule_files", []),
+        mock.patch.object(hooks, "_of_project", {}),
     ):
         yield
     sys.meta_path[:] = finders

@@ -4,11 +4,13 @@ twice, a run that is bound to what no weight depends on, and other code than was
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from support.clone import Project
+from support.clone import Project, started_rules
 from support.project_plugin import write_documented
 
 from forge.core import project_plugins
@@ -101,3 +103,84 @@ def test_node_that_a_plugin_finds_unfit_does_not_train(project: Project) -> None
     trained(project)
     checks = read_json(project.path("preflight.json"))["nodes"][0]["checks"]
     assert [check["status"] for check in checks if check["name"] == "scratch"] == ["ok"]
+
+
+# --- a rule ---------------------------------------------------------------------------------------
+
+RULES = ("hooks.py", "rules.smk", "table.py")
+
+
+def test_rule_of_a_plugin_makes_what_it_wants_of_each_run_and_training_is_bound_to_none(
+    project: Project,
+) -> None:
+    project.one_rank()
+    for name in RULES:
+        write_documented(project.root, f"plugins/losses/{name}")
+    configure(project, plugins=["plugins/losses"])
+    trained(project)
+    lines = project.path("losses.tsv").read_text().splitlines()
+    assert [line.split("\t")[0] for line in lines] == [str(step) for step in range(1, 13)]
+    code, output = project.snakemake("train")
+    assert code == 0 and started_rules(output) == [], output
+    # Without it nothing is trained again; with one that fails the run is what it was.
+    configure(project)
+    code, output = project.snakemake("train")
+    assert code == 0 and started_rules(output) == [], output
+    project.path("losses.tsv").unlink()
+    script = project.root / "plugins/losses/table.py"
+    script.write_text("raise RuntimeError('not today')")
+    configure(project, plugins=["plugins/losses"])
+    code, output = project.snakemake("train")
+    assert code != 0 and started_rules(output) == ["losses"], output
+    assert project.read("validated.json")["status"] == "valid"
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "message"),
+    [
+        (
+            "hooks.py",
+            '["losses.tsv"]',
+            '"losses.tsv"',
+            "wanted_files: TypeError: it gives 'losses.tsv'",
+        ),
+        ("hooks.py", "target in", "config.no in", "wanted_files: AttributeError"),
+        (
+            "hooks.py",
+            '"rules.smk"',
+            '"rule.smk"',
+            "rule_file: .*rule.smk is no file beside its hooks",
+        ),
+        ("rules.smk", "rule losses", "rule train_run", "The name train_run is already used"),
+        ("rules.smk", "output:", "outputs:", r"plugins/[0-9a-f]{64}/rules\.smk"),
+    ],
+)
+def test_rules_that_do_not_work_are_told_by_the_plugin_or_the_file(
+    project: Project, file: str, old: str, new: str, message: str
+) -> None:
+    for name in RULES:
+        path = write_documented(project.root, f"plugins/losses/{name}")
+        if name == file:
+            path.write_text(path.read_text().replace(old, new))
+    configure(project, plugins=["plugins/losses"])
+    code, output = project.snakemake("train", "-n")
+    assert code != 0 and re.search(message, output), output
+    assert "Traceback" not in output
+
+
+def test_rules_beside_a_run_of_somebody_else_are_not_read(project: Project) -> None:
+    marker = project.root / "RAN"
+    for place in ("results/base/plugins/losses", "results/base", "results"):
+        for name in RULES:
+            path = write_documented(project.root, f"plugins/losses/{name}")
+            (project.root / place).mkdir(parents=True, exist_ok=True)
+            leaves = f"open({str(marker)!r}, 'a').close()\n"
+            (project.root / place / name).write_text(leaves + path.read_text())
+    shutil.rmtree(project.root / "plugins")
+    ids = {"tokenizer": "a" * 12, "tokens": "b" * 12, "plugins": {"losses": "c" * 64}}
+    values = {"plugins": ["results/base/plugins/losses"], "ids": ids}
+    (project.root / "results/base/config.json").write_text(json.dumps(values))
+    configure(project)
+    code, output = project.snakemake("train", "-n")
+    assert code == 0 and "losses" not in output, output
+    assert not marker.exists() and not (project.root / project_plugins.COPIES).exists()

@@ -153,6 +153,10 @@ def test_another_digest_than_the_one_in_use_is_refused_by_name(project):
         ),
         (f"{HOOKS}\n\n@hook\ndef trackers():\n    return {{'../mine': Twin}}\n", "or no name"),
         (f"{HOOKS}\n\n@hook\ndef node_checks():\n    return [3]\n", "3 is no function"),
+        (
+            f"{HOOKS}\n\n@hook\ndef rule_file():\n    return '/etc/passwd'\n",
+            "no file beside its hooks",
+        ),
     ],
 )
 def test_plugin_that_does_not_work_is_told_by_name(project, text, message):
