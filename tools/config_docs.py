@@ -133,7 +133,8 @@ def schema_text(model: type[Section]) -> str:
             "type": "array",
             "items": {"type": "string"},
             "default": [],
-            "description": "Files and directories with plugins of the project, docs/plugins/own.md.",
+            "description": "Files, directories and installed packages with plugins of the project,"
+            " docs/plugins/own.md.",
         }
         for key, section in hooks.sections().items():
             own = section.model_json_schema(by_alias=True)

@@ -414,7 +414,7 @@ def use_plugins(values: dict[str, Any]) -> None:
     paths = values.pop("plugins", None) or []
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise ConfigError(
-            f"plugins is {shown(paths)}: must be a list of files and directories",
+            f"plugins is {shown(paths)}: must be a list of files, directories and installed plugins",
             fix="plugins: [plugins/pythia]",
         )
     project_plugins.read([expanded(path) for path in paths])

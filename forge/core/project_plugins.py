@@ -1,10 +1,11 @@
 """Plugins of a project: code that its config names, kept by digest for its jobs and restarts.
 
 `plugins` in the config of the project, or in the file that a user names, is trusted as `program` is:
-`read` keeps a copy of each file or directory below COPIES, and imports that copy. A config that was
-recorded (config.json of a run, a checkpoint, a statement) has names and digests in `ids.plugins`, which
-name nothing else than such a copy: `use` imports it, or refuses it by name before any import. So a
-directory of somebody else imports nothing, and an edit does not change a job that waits in the queue.
+`read` keeps a copy of each file, directory or installed package below COPIES, and imports that copy. A
+config that was recorded (config.json of a run, a checkpoint, a statement) has names and digests in
+`ids.plugins`, which name nothing else than such a copy: `use` imports it, or refuses it by name before
+any import. So a directory of somebody else imports nothing, and an edit does not change a job that waits
+in the queue.
 
 The bytes that are digested are those that run: sources are compiled from memory, and `__pycache__` is
 neither read nor written.
@@ -22,6 +23,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from importlib.abc import MetaPathFinder, SourceLoader
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -44,19 +46,21 @@ GIVEN = "FORGE_PLUGINS"
 _used: dict[str, str] = {}
 
 
-def read(paths: Sequence[str]) -> dict[str, str]:
-    """Name -> digest of the plugins in these files and directories, kept and imported.
+def read(named: Sequence[str]) -> dict[str, str]:
+    """Name -> digest of the plugins in these files, directories and installed packages, kept and
+    imported.
 
-    Only for paths that the user's own config names. Raises ConfigError for a path that is none, and for
-    code that cannot be imported; UnfitError where the copy cannot be written.
+    Only for those that the user's own config names. Raises ConfigError for what is none, and for code
+    that cannot be imported; UnfitError where the copy cannot be written.
     """
     found: dict[str, str] = {}
-    for path in map(Path, paths):
+    for path in map(Path, named):
         name = path.stem if path.suffix == ".py" else path.name
         _check_name(name, path)
         if name in found:
             raise ConfigError(f"plugins names {name} twice", fix="rename one of the two")
-        files = _files(path)
+        is_path = path.suffix == ".py" or path.name != str(path) or path.is_dir()
+        files = _files(path) if is_path else _files_of_package(name)
         found[name] = digest_of(files)
         _keep(found[name], files)
     use(found, "plugins")
@@ -157,6 +161,41 @@ def _files(path: Path) -> dict[str, bytes]:
         raise ConfigError(
             f"{path} has more than {MOST_BYTES:,} bytes", cause="it has data beside the code"
         )
+    return files
+
+
+def _files_of_package(name: str) -> dict[str, bytes]:
+    """The files of the plugin that an installed package has under this name, an entry point. Nothing of
+    the package is imported."""
+    from importlib.metadata import entry_points  # slow
+
+    known = entry_points(group=hooks.PROJECT)
+    values = sorted({point.value for point in known if point.name == name})
+    if len(values) != 1:
+        what = "no installed package has a plugin of this name"
+        if values:
+            what = f"several installed packages have a plugin of this name: {', '.join(values)}"
+        raise ConfigError(
+            f"plugins has {name}: {what}, and it is no directory here",
+            fix=f"a path has a / or ends with .py; installed: {', '.join(known.names) or 'none'}",
+        )
+    top, *below = values[0].partition(":")[0].removesuffix(f".{HOOKS}").split(".")
+    try:
+        spec = find_spec(top)  # of the top level, which imports nothing
+    except (ImportError, ValueError):
+        spec = None
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    place = Path(folders[0], *below) if folders else Path(str(spec and spec.origin))
+    files = _files(place if place.exists() else place.with_name(f"{place.name}.py"))
+    for file, data in files.items():
+        if file.endswith(".py") and re.search(
+            rb"^\s*(from|import)\s+%b\b" % top.encode(), data, re.M
+        ):
+            raise ConfigError(
+                f"{place}: {file} imports {top}, the package as it is installed, and not the copy that"
+                f" runs are bound to",
+                fix="import modules of a plugin by `from . import`",
+            )
     return files
 
 

@@ -60,10 +60,15 @@ def write_documented(root: Path, name: str) -> Path:
     """The file `plugins/…` of the page for users, in a project: its first line there is its name."""
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    texts = [block.text for block in blocks_of(OWN_PLUGINS, (ROOT / OWN_PLUGINS).read_text())]
-    [text] = [text for text in texts if text.splitlines()[0] == f"# {name}"]
-    path.write_text(text)
+    path.write_text(documented(f"# {name}"))
     return path
+
+
+def documented(first: str) -> str:
+    """The block of the page for users with this first line."""
+    texts = [block.text for block in blocks_of(OWN_PLUGINS, (ROOT / OWN_PLUGINS).read_text())]
+    [text] = [text for text in texts if text.splitlines()[0] == first]
+    return text
 
 
 @contextmanager

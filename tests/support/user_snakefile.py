@@ -27,4 +27,8 @@ use rule * from forge
 """
 
 # With a rule of the user's own before Forge's, and one after them.
-[WITH_OWN_RULES] = [block.text for block in pages.blocks() if block.kind == "snakemake"]
+[WITH_OWN_RULES] = [
+    block.text
+    for block in pages.blocks()
+    if block.kind == "snakemake" and block.page != pages.OWN_PLUGINS
+]

@@ -4,14 +4,17 @@ twice, a run that is bound to what no weight depends on, and other code than was
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from support.clone import Project, started_rules
-from support.project_plugin import write_documented
+from support.project_plugin import documented, write_documented
 
 from forge.core import project_plugins
 from forge.core.files import read_json
@@ -184,3 +187,28 @@ def test_rules_beside_a_run_of_somebody_else_are_not_read(project: Project) -> N
     code, output = project.snakemake("train", "-n")
     assert code == 0 and "losses" not in output, output
     assert not marker.exists() and not (project.root / project_plugins.COPIES).exists()
+
+
+# --- an installed package -------------------------------------------------------------------------
+
+
+def test_package_that_pip_has_installed_brings_its_tracker(
+    project: Project, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, site = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("site")
+    module = write_documented(source, "plugins/lab_file.py")
+    (source / "lab_trackers").mkdir()
+    (source / "lab_trackers/__init__.py").write_text("raise RuntimeError('imported as installed')")
+    module.rename(source / "lab_trackers/lab_file.py")
+    head = '[project]\nname = "lab-trackers"\nversion = "1.0"\n'
+    packages = '[tool.setuptools]\npackages = ["lab_trackers"]\n'
+    points = documented("[project.entry-points.forge]")
+    (source / "pyproject.toml").write_text(f"{head}\n{points}\n{packages}")
+    options = ("--no-deps", "--no-index", "--no-build-isolation", "--target", str(site))
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, str(source)], check=True)
+    monkeypatch.setenv("PYTHONPATH", f"{site}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    project.one_rank()
+    configure(project, plugins=["lab_file"], tracking={"lab_file": {}})
+    trained(project)
+    assert sent(project) == [*range(13)]
+    assert used(project) == [{"lab_file": digest(source / "lab_trackers/lab_file.py")}]

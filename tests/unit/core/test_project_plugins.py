@@ -170,6 +170,8 @@ def test_plugin_that_does_not_work_is_told_by_name(project, text, message):
     ("value", "message"),
     [
         (["plugins/none"], "neither a file nor a directory"),
+        (["none.py"], "neither a file nor a directory"),
+        (["none"], "no installed package has a plugin of this name, and it is no directory here"),
         (["plugins"], "has no hooks.py"),
         (["plugins/twin", "plugins/twin"], "names twin twice"),
         ("plugins/twin", "must be a list"),
@@ -241,3 +243,89 @@ def test_copies_go_along_to_where_commands_run(project):
     digest = project_plugins.read(["plugins/twin"])["twin"]
     project_plugins.bring_along(project / "scratch")
     assert (project / "scratch" / project_plugins.COPIES / digest / "hooks.py").read_text() == HOOKS
+
+
+# --- an installed package -------------------------------------------------------------------------
+
+
+def install(site: Path, hooks_text: str = HOOKS, value: str = "lab_models.twin") -> Path:
+    """A package with the plugin in a directory of packages, which leaves a file when it is imported
+    itself; the directory of the plugin."""
+    plugin = write_plugin(site / "lab_models/twin", hooks_text)
+    leaves = f"open({str(site / 'IMPORTED')!r}, 'a').close()"
+    for folder in (site / "lab_models", plugin):
+        (folder / "__init__.py").write_text(f"if 'forge_plugin' not in __name__: {leaves}")
+    info = site / "lab_models-1.0.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: lab-models\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[forge]\ntwin = {value}\n")
+    return plugin
+
+
+@pytest.fixture
+def site(project: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory of installed packages, none of which is imported in the end."""
+    site = project / "site"
+    site.mkdir()
+    monkeypatch.syspath_prepend(str(site))
+    yield site
+    assert not (site / "IMPORTED").exists() and "lab_models" not in sys.modules
+
+
+@pytest.mark.parametrize("value", ["lab_models.twin", "lab_models.twin.hooks"])
+def test_installed_package_is_copied_and_the_copy_imported(project, site, value):
+    plugin = install(site, value=value)
+    config = load_config(config_file(project, plugins=["twin"]))
+    decoder = make_decoder(config.model, 32)
+    copy = project / project_plugins.COPIES / used_plugins(config)["twin"]
+    assert Path(str(sys.modules[type(decoder).__module__].__file__)) == copy / "layers.py"
+    # Upgraded: a recorded config still imports the copy.
+    write_plugin(plugin, "BROKEN")
+    with fresh_process():
+        assert checked(ResolvedConfig, recorded(copy.name), "config.json").model.dim == 16
+
+
+def test_package_that_is_installed_is_not_used_unless_the_config_names_it(project, site):
+    install(site, "raise RuntimeError('imported')")
+    load_config(config_file(project, plugins=[], model={}))
+    with pytest.raises(ConfigError, match="made with the plugin twin"):
+        checked(ResolvedConfig, recorded("e" * 64), "their-run/config.json")
+    assert project_plugins.used() == {} and not project_plugins.COPIES.exists()
+
+
+def test_module_of_one_file_may_be_installed(project, site):
+    install(site, value="lab_twin")
+    text = HOOKS.replace('f"{__package__}.layers"', '"forge.trainer.models.llama_decoder"')
+    (site / "lab_twin.py").write_text(text)
+    assert list(used_plugins(load_config(config_file(project, plugins=["twin"])))) == ["twin"]
+
+
+@pytest.mark.parametrize("line", ["from lab_models.twin import layers", "    import lab_models"])
+def test_package_that_imports_itself_as_installed_is_refused(project, site, line):
+    install(site, f"def later():\n{line if line[0] == ' ' else '    ' + line}\n{HOOKS}")
+    with pytest.raises(ConfigError, match=r"hooks\.py imports lab_models, the package as"):
+        load_config(config_file(project, plugins=["twin"]))
+
+
+def test_directory_here_comes_before_a_package_of_the_same_name(project, site):
+    install(site, "raise RuntimeError('imported')")
+    write_plugin(project / "twin")
+    load_config(config_file(project, plugins=["twin"]))
+    assert "twin" in project_plugins.used()
+
+
+@pytest.mark.parametrize("value", ["no_such_package", "lab_models.none", "..", ""])
+def test_entry_point_that_leads_nowhere_is_told(project, site, value):
+    install(site, value=value)
+    with pytest.raises(ConfigError, match="plugins has "):
+        load_config(config_file(project, plugins=["twin"]))
+
+
+def test_two_packages_with_a_plugin_of_one_name_are_refused(project, site):
+    install(site)
+    other = site / "other-1.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (other / "entry_points.txt").write_text("[forge]\ntwin = other\n")
+    with pytest.raises(ConfigError, match=r"several installed .*: lab_models\.twin, other"):
+        load_config(config_file(project, plugins=["twin"]))
