@@ -136,6 +136,11 @@ def schema_text(model: type[Section]) -> str:
             "description": "Files, directories and installed packages with plugins of the project,"
             " docs/plugins/own.md.",
         }
+        schema["properties"]["plugins_may_change"] = {
+            "type": "boolean",
+            "default": False,
+            "description": "Train a run on after its plugins were edited, docs/plugins/own.md.",
+        }
         for key, section in hooks.sections().items():
             own = section.model_json_schema(by_alias=True)
             schema["$defs"] |= {**own.pop("$defs", {}), section.__name__: own}

@@ -51,7 +51,8 @@ def check_compatible(config: ResolvedConfig, checkpoint: Checkpoint) -> None:
     problems += [
         f"the plugin {name} has digest {digest[:12]}, the checkpoint's had {then[:12]}"
         for name, digest in config.ids.plugins.items()
-        if (then := made_by.ids.plugins.get(name, "none")) != digest
+        if (then := made_by.ids.plugins.get(name, "none"))
+        not in (digest, *config.ids.plugins_before.get(name, ()))
     ]
     if config.parent != made_by.parent:
         problems.append(differs("parent", config.parent, made_by.parent))

@@ -109,6 +109,7 @@ class RecordedIds(Part):
     inputs: str
     model: str
     plugins: dict[str, str] = Field(default={}, exclude_if=lambda plugins: not plugins)
+    plugins_before: dict[str, list[str]] = Field(default={}, exclude_if=lambda plugins: not plugins)
 
 
 class RecordedConfig(Part):

@@ -120,6 +120,11 @@ class Ids(Section):
         default={}, exclude_if=lambda plugins: not plugins
     )
     """Digest of each plugin of the project that has the architecture or the optimizer."""
+    plugins_before: dict[str, list[Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]]] = Field(
+        default={}, exclude_if=lambda plugins: not plugins
+    )
+    """Digests that these plugins had at earlier starts of the run, oldest first; where
+    `plugins_may_change` was set."""
 
 
 class Config(WithPlugins, Section):
@@ -409,15 +414,18 @@ def load_config(path: str | Path, overrides: dict[str, Any] | None = None) -> Co
 
 
 def use_plugins(values: dict[str, Any]) -> None:
-    """Take the key `plugins` out of the values of a config that the user has named, and import what it
-    names. Raises ConfigError."""
+    """Take the keys `plugins` and `plugins_may_change` out of the values of a config that the user has
+    named, and import what it names. Raises ConfigError."""
     paths = values.pop("plugins", None) or []
+    may_change = values.pop("plugins_may_change", False)
+    if not isinstance(may_change, bool):
+        raise ConfigError(f"plugins_may_change is {shown(may_change)}: must be true or false")
     if not isinstance(paths, list) or not all(isinstance(path, str) for path in paths):
         raise ConfigError(
             f"plugins is {shown(paths)}: must be a list of files, directories and installed plugins",
             fix="plugins: [plugins/pythia]",
         )
-    project_plugins.read([expanded(path) for path in paths])
+    project_plugins.read([expanded(path) for path in paths], may_change=may_change)
 
 
 def use_plugins_of_project() -> None:

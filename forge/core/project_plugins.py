@@ -42,15 +42,17 @@ MOST_BYTES = 2**22  # of all files of a plugin
 # Variable with name and digest of each plugin that a program has imported, for those that it starts.
 GIVEN = "FORGE_PLUGINS"
 
-# Plugins of this process: name -> digest.
+# Plugins of this process: name -> digest; those that a run may go on with after they were edited.
 _used: dict[str, str] = {}
+_may_change: set[str] = set()
 
 
-def read(named: Sequence[str]) -> dict[str, str]:
+def read(named: Sequence[str], *, may_change: bool = False) -> dict[str, str]:
     """Name -> digest of the plugins in these files, directories and installed packages, kept and
     imported.
 
-    Only for those that the user's own config names. Raises ConfigError for what is none, and for code
+    Only for those that the user's own config names. may_change: whether runs of the project go on with
+    what was edited since their last start. Raises ConfigError for what is none, and for code
     that cannot be imported; UnfitError where the copy cannot be written.
     """
     found: dict[str, str] = {}
@@ -64,6 +66,7 @@ def read(named: Sequence[str]) -> dict[str, str]:
         found[name] = digest_of(files)
         _keep(found[name], files)
     use(found, "plugins")
+    _may_change.update(found if may_change else ())
     return found
 
 
@@ -89,6 +92,11 @@ def use(recorded: Mapping[str, str], where: str) -> None:
 def used() -> dict[str, str]:
     """Name -> digest of the plugins that this process has imported."""
     return dict(_used)
+
+
+def may_change(name: str) -> bool:
+    """Return whether a run of the project goes on with this plugin after it was edited."""
+    return name in _may_change
 
 
 def hand_on() -> dict[str, str]:

@@ -57,7 +57,9 @@ def resolve(config: Config) -> ResolvedConfig:
         ids = kept
         say(f"{config.run} goes on with the data that it has: {err.what}")
     if not config.ids:
-        ids = ids.model_copy(update={"plugins": used_plugins(config)})
+        used = used_plugins(config)
+        of_plugins = {"plugins": used, "plugins_before": _plugins_before(config, used)}
+        ids = ids.model_copy(update=of_plugins)
     resolved = ResolvedConfig.model_validate({**config.to_json(), "ids": ids})
     if not config.ids and ids.tokenizer:
         model.check_tokenizer(resolved)
@@ -68,6 +70,28 @@ def used_plugins(config: Config) -> dict[str, str]:
     """Name -> digest of the project's plugins that a run cannot be trained without."""
     names = {architectures.plugin_of(config.model), optimizers.plugin_of(config.train.optimizer)}
     return {name: project_plugins.used()[name] for name in sorted(filter(None, names))}
+
+
+def _plugins_before(config: Config, used: dict[str, str]) -> dict[str, list[str]]:
+    """Digests that these plugins had when the run was started before, by its config.json, and with which
+    its checkpoints may have been made. Said where this start is the first with another one."""
+    path = RunPaths.of(config).config
+    recorded = read_object_or_empty(path).get("ids")
+    known = recorded if isinstance(recorded, dict) else {}
+    of_plugins = {key: known[key] for key in ("plugins", "plugins_before") if key in known}
+    then = checked(Ids, of_plugins, f"{path}, ids")
+    found = {}
+    for name, digest in used.items():
+        before = then.plugins_before.get(name, [])
+        last = then.plugins.get(name, digest)
+        if last != digest and project_plugins.may_change(name):
+            say_once(
+                f"note: {config.run} goes on with the plugin {name} as it was edited: its digest is"
+                f" {digest[:12]}, and was {last[:12]} (plugins_may_change)"
+            )
+            before = [*before, last]
+        found[name] = [one for one in dict.fromkeys(before) if one != digest]
+    return {name: before for name, before in found.items() if before}
 
 
 def resolve_ids(config: Config) -> Ids:

@@ -70,7 +70,7 @@ def read_config(settings: Any, files: Sequence[str] = (CONFIG,)) -> dict[str, An
 def _refuse_misspelt(given: Mapping[str, Any]) -> None:
     """ConfigError for a key of --config that was meant for the allocation. Others are refused with the
     config that they are in."""
-    known = [*Config.model_fields, *hooks.sections(), "runs", "plugins"]
+    known = [*Config.model_fields, *hooks.sections(), "runs", "plugins", "plugins_may_change"]
     for name, value in given.items():
         close = difflib.get_close_matches(name, [*known, *OF_COMMAND], n=1)
         if name not in known and close and close[0] in OF_COMMAND:

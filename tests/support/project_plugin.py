@@ -77,6 +77,7 @@ def fresh_process() -> Iterator[None]:
     modules, finders = set(sys.modules), [*sys.meta_path]
     with (
         mock.patch.object(project_plugins, "_used", {}),
+        mock.patch.object(project_plugins, "_may_change", set()),
         mock.patch.object(hooks, "_architectures", {}),
         mock.patch.object(hooks, "_optimizers", {}),
         mock.patch.object(hooks, "_trackers", {}),

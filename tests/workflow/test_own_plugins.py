@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.clone import Project, started_rules
-from support.project_plugin import documented, write_documented
+from support.project_plugin import LAYERS, documented, write_documented, write_plugin
 
 from forge.core import project_plugins
 from forge.core.files import read_json
@@ -212,3 +212,66 @@ def test_package_that_pip_has_installed_brings_its_tracker(
     trained(project)
     assert sent(project) == [*range(13)]
     assert used(project) == [{"lab_file": digest(source / "lab_trackers/lab_file.py")}]
+
+
+# --- code that may change -------------------------------------------------------------------------
+
+TWIN = {"plugins": ["plugins/twin"], "model": {"architecture": "twin"}}
+MAY_CHANGE = {**TWIN, "plugins_may_change": True}
+
+
+def edited(project: Project, remark: str) -> str:
+    """Edit the layers of the plugin, which compute the same; its digest."""
+    folder = write_plugin(project.root / "plugins/twin", layers=f"{LAYERS}# {remark}\n")
+    return project_plugins.digest_of({path.name: path.read_bytes() for path in folder.iterdir()})
+
+
+def ids(project: Project) -> tuple[str, list[str]]:
+    """The digest of the plugin in the newest checkpoint and those of before, as in config.json."""
+    manifest = read_json(project.path("checkpoints/latest") / "checkpoint.json")
+    found = manifest["lineage"]["config"]["ids"]
+    of_run = read_json(project.path("config.json"))["ids"]
+    keys = ("plugins", "plugins_before")
+    assert {key: of_run.get(key) for key in keys} == {key: found.get(key) for key in keys}
+    return found["plugins"]["twin"], found.get("plugins_before", {}).get("twin", [])
+
+
+def test_run_goes_on_with_an_edited_plugin_where_the_key_says_so_and_records_both(
+    project: Project,
+) -> None:
+    project.one_rank()
+    first = edited(project, "first")
+    configure(project, **TWIN)
+    trained(project)
+    second = edited(project, "second")
+    configure(project, 16, **TWIN)
+    code, output = project.snakemake("train")
+    assert code != 0 and f"the plugin twin has digest {second[:12]}" in output, output
+    assert ids(project) == (first, [])
+    configure(project, 16, **MAY_CHANGE)
+    output = trained(project)
+    assert f"its digest is {second[:12]}, and was {first[:12]} (plugins_may_change)" in output
+    assert "resume from step-00000012" in output.replace("results/base/checkpoints/", "")
+    assert ids(project) == (second, [first])
+    assert [one["twin"] for one in used(project)] == [first, second]
+    # Nothing is due without an edit, with the key and without; and the run trains on.
+    for sections in (MAY_CHANGE, TWIN):
+        configure(project, 16, **sections)
+        code, output = project.snakemake("train")
+        assert code == 0 and started_rules(output) == [], output
+    configure(project, 20, **TWIN)
+    assert "plugins_may_change" not in trained(project)
+    third = edited(project, "third")
+    configure(project, 24, **MAY_CHANGE)
+    trained(project)
+    assert ids(project) == (third, [first, second])
+    # A checkpoint is checked by the code that made it.
+    done = project.forge("validate", "results/base/checkpoints/step-00000012")
+    assert done.returncode == 0, done.stderr
+    # Results of somebody else are read with the plugin that they name, or not at all.
+    gift = project.root / "gift/base"
+    shutil.copytree(project.path(""), gift, symlinks=True)
+    for digest in (first, second):
+        shutil.rmtree(project.root / project_plugins.COPIES / digest)
+    done = project.forge("validate", "gift/base/checkpoints/step-00000012")
+    assert done.returncode == 78 and "plugin twin" in done.stderr, done.stderr

@@ -83,7 +83,8 @@ class TrainerRecipe:
             "tokenize": {"sources": {name: {"inputs": ["none"]} for name in ids.sources}}
             if ids.sources
             else {},
-            "ids": ids.model_dump(),
+            # A step of before an edit is not trained again by the code of after it.
+            "ids": ids.model_dump(exclude={"plugins_before"}),
         }
         try:
             return checked(ResolvedConfig, made, "the statement")

@@ -187,6 +187,17 @@ def test_value_that_names_no_plugin_is_refused(project, value, message):
         load_config(config_file(project, plugins=value))
 
 
+def test_key_that_lets_code_change_is_one_of_the_users_config_alone(project):
+    with pytest.raises(ConfigError, match="plugins_may_change is 'yes': must be true or false"):
+        load_config(config_file(project, plugins_may_change="yes"))
+    digest = project_plugins.read(["plugins/twin"], may_change=True)["twin"]
+    with pytest.raises(ConfigError, match="unknown key plugins_may_change"):
+        checked(ResolvedConfig, recorded(digest, plugins_may_change=True), "their-run/config.json")
+    # With the key set here, other code of somebody else's run is refused all the same.
+    with pytest.raises(ConfigError, match="plugin twin has digest eeeeeeeeeeee"):
+        checked(ResolvedConfig, recorded("e" * 64), "their-run/config.json")
+
+
 def test_data_beside_the_code_is_refused(project):
     (project / "plugins/twin/weights.bin").write_bytes(bytes(project_plugins.MOST_BYTES + 1))
     with pytest.raises(ConfigError, match="has data beside the code"):
