@@ -11,7 +11,6 @@ from forge.checkpoint import resume
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.export_folder import MANIFEST as EXPORT_MANIFEST
 from forge.checkpoint.export_folder import exported_files
-from forge.core.config import use_plugins_of_project
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
@@ -124,7 +123,6 @@ def _export(place: RunPaths, step: int | None) -> Read:
             fix="leave step out, or name the run",
         )
     files = exported_files(place.root)
-    use_plugins_of_project()  # an export names its architecture as transformers does, and no plugin
 
     def read() -> Loaded:
         from forge.trainer.saved_model import load_export

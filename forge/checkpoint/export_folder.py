@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from forge.checkpoint import directory
 from forge.checkpoint.directory import refuse_link
 from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
+from forge.core.config import use_recorded
 from forge.core.errors import ConfigError, DataError
 from forge.core.file_list import FileEntry, FileList
 from forge.core.files import (
@@ -62,10 +63,12 @@ def is_exported(target: Path, identity: dict[str, Any]) -> bool:
 
 
 def exported_files(folder: Path) -> FileList:
-    """The files of an export, with the digests that its forge.json has. Raises DataError where there is
-    none, or it is not one of Forge's."""
+    """The files of an export, with the digests that its forge.json has. The project's copy of the plugin
+    that it names is imported. Raises DataError where there is no forge.json, or it is not one of Forge's;
+    ConfigError for a plugin that the project does not have."""
     path = folder / MANIFEST
     facts = validated(_ExportFacts, read_object(path, "files"), path)
+    use_recorded(facts.plugins, str(path))
     entries = {name: FileEntry(None, digest) for name, digest in facts.files.items()}
     return FileList(
         folder, entries, listed_in=MANIFEST, fix="export the run again, or copy the file again"
@@ -76,6 +79,8 @@ class _ExportFacts(BaseModel):
     """Keys of forge.json that are read again."""
 
     files: dict[RelativePath, str]
+    plugins: dict[str, str] = {}
+    """Name -> digest of the plugin of the project that has the architecture."""
 
 
 def record_export(target: Path) -> None:

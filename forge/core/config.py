@@ -428,20 +428,13 @@ def use_plugins(values: dict[str, Any]) -> None:
     project_plugins.read([expanded(path) for path in paths], may_change=may_change)
 
 
-def use_plugins_of_project() -> None:
-    """Import the plugins of the project in the current directory, for a command that has not read its
-    config. Raises ConfigError."""
-    if Path(CONFIG).is_file():
-        use_plugins(read_values(CONFIG))
-
-
 def checked(model: type[AnySection], values: dict[str, Any], where: str) -> AnySection:
     """`values` as a section of type `model`. Raises ConfigError that names every bad key and value, with
     the meaning of the keys, or a plugin that the project does not have: those in `ids` of a recorded
     config are imported."""
     ids = values.get("ids") if issubclass(model, Config) else None
     if isinstance(ids, dict) and isinstance(plugins := ids.get("plugins"), dict):
-        _import_recorded(plugins, where)
+        use_recorded(plugins, where)
     try:
         return model.model_validate(values)
     except ValidationError as err:
@@ -455,11 +448,11 @@ def checked(model: type[AnySection], values: dict[str, Any], where: str) -> AnyS
         ) from None
 
 
-def _import_recorded(plugins: dict[str, Any], where: str) -> None:
-    """Import the plugins of a recorded config. The project may not have made their copies yet, as in a
-    new clone."""
-    if not all(map(project_plugins.is_kept, plugins.values())):
-        use_plugins_of_project()
+def use_recorded(plugins: dict[str, Any], where: str) -> None:
+    """Import the plugins that a record names. where: the record, for errors. The project may not have
+    made their copies yet, as in a new clone. Raises ConfigError."""
+    if not all(map(project_plugins.is_kept, plugins.values())) and Path(CONFIG).is_file():
+        use_plugins(read_values(CONFIG))
     project_plugins.use(plugins, where)
 
 

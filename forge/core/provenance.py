@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import forge
-from forge.core.config import FOLDERS, Config, ResolvedConfig
+from forge.core.config import FOLDERS, OUTSIDE_TRAINING, Config, ResolvedConfig, as_recorded
 from forge.core.files import canonical, digest_bytes, short_id
 from forge.core.section import with_retired
 
@@ -32,6 +32,14 @@ def config_digest(config: ResolvedConfig) -> str:
     """Digest of a run's config, without its name, directories and sections that training does not read,
     which do not change what is trained."""
     return digest_bytes(canonical(trained_values(config.of_training.to_json())))
+
+
+def recorded_digest(values: dict[str, Any]) -> str:
+    """The same of a run's config.json, which has no sections that training does not read. No plugin is
+    needed for it."""
+    defaults = Config().to_json()
+    outside = {key: defaults[key] for key in OUTSIDE_TRAINING}
+    return digest_bytes(canonical(trained_values({**outside, **as_recorded(values)})))
 
 
 def trained_values(values: dict[str, Any]) -> dict[str, Any]:

@@ -103,6 +103,20 @@ def trusted(
     return Trusted(config.model_copy(update=place), known is not None)
 
 
+def sections_of_plugins(run: RunPaths, file: str | None, *needed: str) -> Config:
+    """The config that the user has of a run, for sections of plugins: the config of --config or of the
+    project, or one with defaults. Nothing of the run itself is read, so none of its plugins is needed.
+    Otherwise as `trusted`, for a command that writes beside the results."""
+    own = as_recorded(read_object_or_empty(run.config))
+    of_project, why = _of_project(run, own)
+    if of_project is None:
+        _refuse_links(run)
+    known = _of_file(file, run) if file else of_project
+    if known is None:
+        _say_what_is_not_used(run, why, [*_unused(own, {}, {}, needed)])
+    return known or Config()
+
+
 def trusted_data(run: RunPaths, file: str | None, *, writes: bool = False) -> str:
     """The directory with tokenizers and tokens: of --config, else of the project. For runs of Forge's own
     trainer, whose checkpoints have a config. writes: whether the command writes beside them."""

@@ -23,6 +23,7 @@ from forge.checkpoint.export_folder import FORMAT, MANIFEST, atomic_directory, i
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.file_list import described
 from forge.core.files import atomic_open, grouped, write_json
+from forge.core.models import architectures
 from forge.core.paths import TOKENIZER, RunPaths
 from forge.core.records import Validation
 from forge.core.terminal import progress, say
@@ -197,6 +198,8 @@ def _write_manifest(draft: Path, source: SavedModel, facts: dict[str, Any]) -> N
     """Write forge.json, the lineage with the digest of each file, and the model card in README.md."""
     lineage = source.checkpoint.manifest.lineage
     names = sorted(path.name for path in draft.iterdir())
+    plugin = architectures.plugin_of(source.config.model)
+    of_model = {plugin: source.config.ids.plugins[plugin]} if plugin else {}
     facts = {
         **facts,
         "run": source.config.run,
@@ -205,6 +208,7 @@ def _write_manifest(draft: Path, source: SavedModel, facts: dict[str, Any]) -> N
         "tokenizer": lineage.tokenizer.to_json(),
         "tokens": lineage.tokens.to_json(),
         "code": lineage.code.to_json(),
+        **({"plugins": of_model} if of_model else {}),
         **({"parent": lineage.parent.to_json()} if lineage.parent else {}),
         **({"model": lineage.model.to_json()} if lineage.model else {}),
         "files": {name: digest for name, _, digest in described(draft, names)},

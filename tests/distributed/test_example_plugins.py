@@ -29,7 +29,7 @@ import forge as package
 from forge.core import project_plugins
 from forge.core.config import load_config
 from forge.core.errors import ConfigError
-from forge.core.files import read_json
+from forge.core.files import read_json, write_json
 from forge.trainer.initialize import initialized
 
 EXAMPLES = REPOSITORY / "examples/plugins"
@@ -224,7 +224,29 @@ def test_load_of_the_run_and_of_the_export_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=rf"plugin lion \(digest {digests['lion'][:12]}\)"):
         package.load("gift/base")
-    # Its files are those of transformers, which have no plugin.
+    with pytest.raises(
+        ConfigError, match=rf"forge.json .*pythia \(digest {digests['pythia'][:12]}\)"
+    ):
+        package.load("gift/export")
+    assert project_plugins.used() == {}
+
+
+def test_sync_needs_no_plugin_of_the_run(stranger: Path) -> None:
+    """Trackers are of the config that is named, and no number needs the layers."""
+    (stranger / "mine.yaml").write_text("tracking: {tensorboard: true}\n")
+    done = said_by("sync", "gift/base", "--config=mine.yaml")
+    assert done.code == 0 and "sent to tensorboard up to step 80" in done.text, done.text
+    assert project_plugins.used() == {}
+
+
+def test_plugin_that_does_not_work_refuses_no_export_that_needs_none(stranger: Path) -> None:
+    facts = read_json(stranger / "gift/export/forge.json")
+    write_json(
+        stranger / "gift/export/forge.json", {k: v for k, v in facts.items() if k != "plugins"}
+    )
+    (stranger / "plugins").mkdir()
+    (stranger / "plugins/broken.py").write_text("raise RuntimeError('broken')")
+    (stranger / "config/config.yaml").write_text("plugins: [plugins/broken.py]\n")
     with pytest.raises(ConfigError, match=r"architectures is \['GPTNeoXForCausalLM'\]"):
         package.load("gift/export")
     assert project_plugins.used() == {}

@@ -20,8 +20,8 @@ def add_sync(subcommands: Subcommands) -> None:
 def _sync(options: argparse.Namespace) -> None:
     from forge.plugins.tracking.feed import sync
     from forge.reporting.find_runs import find_runs
-    from forge.reporting.trusted import trusted
+    from forge.reporting.trusted import sections_of_plugins
 
     runs = find_runs(options.runs, with_config=True)
-    accepted = [(run, trusted(run, options.its_config, {}, "tracking").config) for run in runs]
+    accepted = [(run, sections_of_plugins(run, options.its_config, "tracking")) for run in runs]
     sync([(run, config.of(Tracking)) for run, config in accepted])

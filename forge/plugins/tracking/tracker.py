@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol, Self
 
-from forge.core.config import ResolvedConfig, checked
 from forge.core.errors import ConfigError
 from forge.core.files import read_object
 from forge.core.paths import RunPaths
-from forge.core.provenance import config_digest
+from forge.core.provenance import recorded_digest
 from forge.plugins.tracking.records import Sent
 from forge.plugins.tracking.rows import StepRow
 from forge.plugins.tracking.settings import Tracking
@@ -28,11 +27,10 @@ class TrackedRun:
 
     @classmethod
     def read(cls, paths: RunPaths) -> Self:
-        """Read the description from the run's config.json. Raises DataError and ConfigError where it
-        cannot be read."""
+        """Read the description from the run's config.json, which needs no plugin. Raises DataError where
+        it cannot be read."""
         values = read_object(paths.config, "run", "ids")
-        config = checked(ResolvedConfig, values, str(paths.config))
-        return cls(paths, config.run, {**values, "config_digest": config_digest(config)})
+        return cls(paths, str(values["run"]), {**values, "config_digest": recorded_digest(values)})
 
 
 class Tracker(Protocol):

@@ -26,6 +26,12 @@ def test_config_digest_depends_on_hyperparameters_and_not_on_folders():
     assert provenance.config_digest(config_of(**{"train.lr": 0.5})) != digest
 
 
+@pytest.mark.parametrize("values", [{}, {"train.lr": 0.5, "report.sample_tokens": 5}])
+def test_digest_of_a_config_json_is_that_of_its_config(values):
+    config = config_of(**values)
+    assert provenance.recorded_digest(config.training_json()) == provenance.config_digest(config)
+
+
 def test_first_package_of_a_name_counts_and_the_rest_of_a_failed_installation_does_not(
     tmp_path, monkeypatch
 ):
