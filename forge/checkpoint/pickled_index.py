@@ -1,15 +1,14 @@
 """The index that torch.distributed.checkpoint (DCP) writes, `.metadata`: read without unpickling it.
 
 The file is a pickle: a program for a small machine that can call functions and set attributes of classes.
-Here its instructions are carried out on plain values alone. A class or function is its name, and what it
-would be called with is kept beside it, so that there is nothing to call and nothing to change.
+Here an unpickler carries it out on plain values alone. A class or function is its name, and what it would
+be called with is kept beside it, so that there is nothing to call and nothing to change.
 """
 
 from __future__ import annotations
 
 import io
-import pickle as op
-import pickletools
+import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -61,7 +60,10 @@ def read_pickled_index(path: Path) -> list[IndexedPart]:
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
             raise ValueError(f"it has {size} bytes")
-        return _read(path.read_bytes())
+        if not (data := path.read_bytes()).endswith(pickle.STOP):
+            raise ValueError("its end is missing")
+        parts = _parts(_Unpickler(io.BytesIO(data)).load(), limit=len(data))
+        return _PARTS.validate_python(list(parts))
     except (DataError, OSError):
         raise
     except ValidationError as err:
@@ -73,10 +75,6 @@ def read_pickled_index(path: Path) -> list[IndexedPart]:
         cause="it was not written by torch.distributed.checkpoint, or it is corrupt",
         fix="do not use this checkpoint",
     )
-
-
-def _read(data: bytes) -> list[IndexedPart]:
-    return _PARTS.validate_python(list(_parts(_carried_out(data), limit=len(data))))
 
 
 # --- the pickle -----------------------------------------------------------------------------------
@@ -106,135 +104,81 @@ class Pairs:
     def __init__(self) -> None:
         self.pairs: list[tuple[Any, Any]] = []
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.pairs.append((key, value))
+
 
 # All that torch 2.11 to 2.15 put into an index.
 _KNOWN = {
-    Name("torch", "Size"),
-    Name("torch.serialization", "_get_layout"),
-    *(Name("torch", name) for name in DTYPES),
-    *(
-        Name(METADATA, name)
-        for name in (
-            *(
-                "Metadata",
-                "MetadataIndex",
-                "StorageMeta",
-                "TensorProperties",
-                "_MEM_FORMAT_ENCODING",
-            ),
-            *("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
-        )
-    ),
-    Name(FILES, "_StorageInfo"),
-    Name("pathlib", "PosixPath"),
-    Name("pathlib._local", "PosixPath"),
-    Name("builtins", "getattr"),  # early releases of Python 3.11 pickle a member of an enum so
+    Name(module, name)
+    for module, names in {
+        "torch": ("Size", *DTYPES),
+        "torch.serialization": ("_get_layout",),
+        METADATA: (
+            *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+            *("TensorProperties", "TensorStorageMetadata", "ChunkStorageMetadata"),
+            "BytesStorageMetadata",
+        ),
+        FILES: ("_StorageInfo",),
+        "pathlib": ("PosixPath",),
+        "pathlib._local": ("PosixPath",),
+        "builtins": ("getattr",),  # early releases of Python 3.11 pickle a member of an enum so
+    }.items()
+    for name in names
 }
-# The instructions, each a byte.
-_NUMBERS = {op.BININT, op.BININT1, op.BININT2, op.LONG1, op.LONG4, op.BINFLOAT}
-_TEXTS = {op.SHORT_BINUNICODE, op.BINUNICODE, op.BINUNICODE8, op.SHORT_BINBYTES, op.BINBYTES}
-_CONSTANTS = {op.NONE: None, op.NEWTRUE: True, op.NEWFALSE: False, op.EMPTY_TUPLE: ()}
-_TUPLES = {op.TUPLE1: 1, op.TUPLE2: 2, op.TUPLE3: 3}
-_LISTS, _DICTS = {op.APPEND, op.APPENDS}, {op.SETITEM, op.SETITEMS}
-_MAKING = {op.GLOBAL, op.STACK_GLOBAL, op.NEWOBJ, op.REDUCE, op.BUILD}
+# Instructions in an index of protocol 2 to 5, besides those that `_Unpickler` has of its own.
+_PLAIN = (
+    "PROTO FRAME STOP MARK MEMOIZE BINPUT LONG_BINPUT BINGET LONG_BINGET GLOBAL STACK_GLOBAL"
+    " NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT"
+    " SHORT_BINUNICODE BINUNICODE BINUNICODE8 SHORT_BINBYTES BINBYTES"
+    " EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST APPEND APPENDS SETITEM SETITEMS"
+)
+_CODES = [getattr(pickle, name)[0] for name in _PLAIN.split()]
 
 
-def _carried_out(data: bytes) -> Any:
-    """The value of a pickle of protocol 2 to 5, made of plain values, Name, Made and Pairs."""
-    machine = _Machine()
-    for code, argument, _ in pickletools.genops(io.BytesIO(data)):
-        if code.name == "STOP":
-            return machine.stack.pop()
-        machine.step(code.code.encode("latin-1"), argument)
-    raise ValueError("it has no end")
+class _Instructions(dict[int, Any]):
+    """Method of an unpickler by instruction."""
+
+    def __missing__(self, code: int) -> Any:
+        raise _tampered(f"has the instruction {bytes([code])!r}")
 
 
-class _Machine:
-    def __init__(self) -> None:
-        self.stack: list[Any] = []
-        self.marks: list[int] = []
-        self.memo: dict[int, Any] = {}
+class _Unpickler(pickle._Unpickler):
+    """Python's own, with no object in it but Name, Made, Pairs and plain values. That in C, which
+    plan_pickles.py has, allocates what a file asks for, and a file can change the classes allowed to it.
+    """
 
-    def step(self, code: bytes, argument: Any) -> None:
-        stack = self.stack
-        if code in _NUMBERS or code in _TEXTS:
-            stack.append(argument)
-        elif code == op.MEMOIZE:
-            self.memo[len(self.memo)] = stack[-1]
-        elif code in (op.BINGET, op.LONG_BINGET):
-            stack.append(self.memo[argument])
-        elif code in (op.BINPUT, op.LONG_BINPUT):
-            self.memo[argument] = stack[-1]
-        elif code == op.MARK:
-            self.marks.append(len(stack))
-        elif code in _CONSTANTS:
-            stack.append(_CONSTANTS[code])
-        elif code in (op.EMPTY_LIST, op.EMPTY_DICT):
-            stack.append([] if code == op.EMPTY_LIST else Pairs())
-        elif code in _TUPLES or code == op.TUPLE:
-            items = self._last(_TUPLES[code]) if code in _TUPLES else self._since_mark()
-            stack.append(tuple(items))
-        elif code in _LISTS or code in _DICTS:
-            self._collect(code)
-        elif code in _MAKING:
-            self._make(code, argument)
-        elif code not in (op.PROTO, op.FRAME):
-            raise _tampered(f"has the instruction {code!r}")
+    stack: list[Any]
+    dispatch = _Instructions((code, pickle._Unpickler.dispatch[code]) for code in _CODES)
 
-    def _collect(self, code: bytes) -> None:
-        """Put what is last on the stack into the list or the dict before it."""
-        if code in _LISTS:
-            items = self._since_mark() if code == op.APPENDS else self._last(1)
-            list.extend(self.stack[-1], items)
-        else:
-            items = self._since_mark() if code == op.SETITEMS else self._last(2)
-            pairs: list[tuple[Any, Any]] = self.stack[-1].pairs
-            pairs += zip(items[::2], items[1::2], strict=True)
+    def find_class(self, module: str, name: str) -> Any:
+        if (known := Name(module, name)) in _KNOWN:
+            return known
+        # What a planted index would call is in the standard library.
+        if module.partition(".")[0] in sys.stdlib_module_names:
+            raise _tampered(f"names {module}.{name:.60}")
+        raise UnknownIndexError(
+            f"its index names {module:.60}.{name:.60}, which Forge does not know"
+        )
 
-    def _make(self, code: bytes, argument: Any) -> None:
-        """Put a name on the stack, or what would be made by one."""
-        stack = self.stack
-        if code == op.GLOBAL:
-            stack.append(_known(*argument.split(" ", 1)))
-        elif code == op.STACK_GLOBAL:
-            stack.append(_known(*self._last(2)))
-        elif code == op.BUILD:
-            (state,) = self._last(1)
-            if type(stack[-1]) is not Made or stack[-1].state is not None:
-                raise _tampered("sets attributes of what it has not just made")
-            stack[-1].state = state
-        else:
-            by, arguments = self._last(2)
-            if type(by) is not Name or type(arguments) is not tuple:
-                raise _tampered(f"calls a {type(by).__name__}")
-            stack.append(Made(by, arguments))
+    def load_pairs(self) -> None:
+        self.stack.append(Pairs())
 
-    def _last(self, number: int) -> list[Any]:
-        """Take so many values from the stack, none from before a mark."""
-        start = len(self.stack) - number
-        if start < (self.marks[-1] if self.marks else 0):
-            raise ValueError("it takes values that are not there")
-        return self._from(start)
+    def load_made(self) -> None:
+        arguments = self.stack.pop()
+        if type(by := self.stack[-1]) is not Name or type(arguments) is not tuple:
+            raise _tampered(f"calls a {type(by).__name__}")
+        self.stack[-1] = Made(by, arguments)
 
-    def _since_mark(self) -> list[Any]:
-        return self._from(self.marks.pop())
+    def load_state(self) -> None:
+        state = self.stack.pop()
+        if type(made := self.stack[-1]) is not Made or made.state is not None:
+            raise _tampered("sets attributes of what it has not just made")
+        made.state = state
 
-    def _from(self, start: int) -> list[Any]:
-        taken = self.stack[start:]
-        del self.stack[start:]
-        return taken
-
-
-def _known(module: Any, name: Any) -> Name:
-    """The name of what an index may have. Raises DataError, UnknownIndexError for any other."""
-    if not isinstance(module, str) or not isinstance(name, str):
-        raise _tampered("names what is not text")
-    if (known := Name(module, name)) in _KNOWN:
-        return known
-    # What a planted index would call is in the standard library.
-    if module.partition(".")[0] in sys.stdlib_module_names:
-        raise _tampered(f"names {module}.{name:.60}")
-    raise UnknownIndexError(f"its index names {module:.60}.{name:.60}, which Forge does not know")
+    dispatch[pickle.EMPTY_DICT[0]] = load_pairs
+    dispatch[pickle.NEWOBJ[0]] = dispatch[pickle.REDUCE[0]] = load_made
+    dispatch[pickle.BUILD[0]] = load_state
 
 
 def _tampered(what: str) -> DataError:
