@@ -3,6 +3,7 @@
 YAML with fewer implicit types: only null, true, false, decimal numbers, and quoted or bracketed
 values are special; everything else is text (`010`, `1:30`, `yes`, `2024-01-01`). The type of the key
 then decides: a numeric key reads the text `010` as ten. config/README.md explains this to users.
+A yaml.SafeLoader is 6 to 12 times as slow; that in C ends by SIGSEGV for 2 MB of `- - -`.
 """
 
 from __future__ import annotations

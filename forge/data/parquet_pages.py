@@ -3,6 +3,7 @@
 A few bytes may decode to gigabytes: a page that compresses well, or rows that share one long value of
 a dictionary. So the header of each page is read first. It says what the page decompresses to, and
 pyarrow allocates just that. The value of a row lies in its page, or in the dictionary page.
+iter_batches alone takes 4.1 GiB for 256 rows of a file of 126 kB, or 20 times as long row by row.
 Format: https://github.com/apache/parquet-format (PageHeader), in Thrift's compact protocol.
 """
 
