@@ -3,33 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
+from forge.checkpoint.manifest import Manifest, Seal
+from forge.core import failpoints
 from forge.core.file_list import FileList
+from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 
+Form = TypeVar("Form", bound=Manifest | Seal)
 
-class SavedCheckpoint(Protocol):
-    """A complete checkpoint, with the size and digest of each file."""
+
+@dataclass(frozen=True)
+class SavedCheckpoint(Generic[Form]):
+    """A complete checkpoint: its directory, or the file that it is, and its manifest, which is the seal
+    of one of another program."""
+
+    folder: Path
+    manifest: Form
 
     @property
-    def folder(self) -> Path:
-        """Its directory, or the file that it is."""
-
-    @property
-    def step(self) -> int: ...
+    def step(self) -> int:
+        return self.manifest.step
 
     @property
     def digest(self) -> str:
         """Over the digests of all its files."""
+        return self.manifest.digest_in(self.folder)
 
     @property
-    def file_list(self) -> FileList: ...
+    def file_list(self) -> FileList:
+        entries = {name: file.entry for name, file in self.manifest.files.items()}
+        return FileList(self.folder, entries, self.manifest.LISTED_IN)
 
-    def bad_files(self) -> Iterator[str]:
-        """A sentence for each file that is missing, corrupt or not listed; digests all files. Raises
-        UnfitError when the disk reports an error, which says nothing about the content."""
+    def bad_files(self, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
+        """A sentence for each file that is missing, corrupt or not listed; digests all files.
+
+        share: (i, n) checks every n-th file from the i-th on, for n readers. Raises UnfitError when
+        the disk reports an error, which says nothing about the content.
+        """
+        with disk_trouble(self.folder, "read"):
+            failpoints.reach("load.verify", self.folder)
+        if self.manifest.is_edited:
+            yield f"{self.manifest.LISTED_IN} was edited"
+        yield from self.file_list.bad_files(share)
+        if share[0] == 0:
+            with disk_trouble(self.folder, "read"):
+                there = self.manifest.names_in(self.folder)
+            yield from self.file_list.extra(there)
 
 
 class RunCheckpoints(Protocol):

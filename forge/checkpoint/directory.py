@@ -13,12 +13,12 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forge.checkpoint.checkpoints import SavedCheckpoint
 from forge.checkpoint.manifest import MANIFEST, Manifest
 from forge.core import events, failpoints
 from forge.core.config import ResolvedConfig, apply_overrides, as_recorded, checked
@@ -35,12 +35,8 @@ DAMAGE = "damage.json"  # in a checkpoint in quarantine
 SPARE_BYTES = 4 * 2**20
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A committed checkpoint: its directory and its manifest."""
-
-    folder: Path
-    manifest: Manifest
+class Checkpoint(SavedCheckpoint[Manifest]):
+    """A committed checkpoint of Forge's own trainer."""
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
@@ -54,15 +50,6 @@ class Checkpoint:
                 fix=f"remove it, or rename it to {checkpoint_name(checkpoint.step)} if there is none",
             )
         return checkpoint
-
-    @property
-    def step(self) -> int:
-        return self.manifest.step
-
-    @property
-    def digest(self) -> str:
-        """blake3 of checkpoint.json, which has the digests of all files."""
-        return digest_file(self.folder / MANIFEST)
 
     def config(self, overrides: dict[str, Any]) -> ResolvedConfig:
         """The config that made it, with other values for some keys. Raises ConfigError for one that this
@@ -81,28 +68,11 @@ class Checkpoint:
         return checkpoint
 
     @property
-    def file_list(self) -> FileList:
-        return FileList(self.folder, {n: f.entry for n, f in self.manifest.files.items()})
-
-    @property
     def whole_list(self) -> FileList:
         """Also with the manifest itself, as it is now."""
         path = self.folder / MANIFEST
         manifest = FileEntry(path.stat().st_size, digest_file(path))
         return FileList(self.folder, {**self.file_list.entries, MANIFEST: manifest})
-
-    def bad_files(self, share: tuple[int, int] = (0, 1)) -> Iterator[str]:
-        """A sentence for each file that is missing, corrupt or not in the manifest; digests all files.
-
-        share: (i, n) checks every n-th file from the i-th on, for n readers. Raises UnfitError when
-        the disk reports an error, which says nothing about the content.
-        """
-        with disk_trouble(self.folder, "read"):
-            failpoints.reach("load.verify", self.folder)
-        yield from self.file_list.bad_files(share)
-        if share[0] == 0:
-            there = {path.name for path in self.folder.iterdir()} - {MANIFEST}
-            yield from self.file_list.extra(there)
 
 
 def committed(checkpoints: Path) -> list[Path]:

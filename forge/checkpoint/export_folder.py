@@ -135,15 +135,17 @@ def export_sealed(
     if to is None:
         refuse_link(paths.exports)
     target = to.resolve() if to else paths.exports / checkpoint.folder.name
-    files = {name or checkpoint.folder.name: checkpoint.seal.files[name].digest for name in names}
-    facts: dict[str, Any] = {"format": FORMAT, "checkpoint_digest": checkpoint.seal.digest}
+    files = {
+        name or checkpoint.folder.name: checkpoint.manifest.files[name].digest for name in names
+    }
+    facts: dict[str, Any] = {"format": FORMAT, "checkpoint_digest": checkpoint.manifest.digest}
     with lock(target.parent, "export", name=f".{target.name}.lock"):
         if is_exported(target, {**facts, "files": files}):
             say(f"export of {checkpoint.folder.name} in {target}: nothing to do")
             return target
         with atomic_directory(target) as draft:
             _copy(checkpoint, names, draft)
-            lineage = checkpoint.seal.lineage.model_dump(mode="json")
+            lineage = checkpoint.manifest.lineage.model_dump(mode="json")
             write_json(
                 draft / MANIFEST, {**facts, "step": checkpoint.step, **lineage, "files": files}
             )
@@ -153,7 +155,7 @@ def export_sealed(
 
 def _names(checkpoint: SealedCheckpoint, patterns: Sequence[str]) -> list[str]:
     """The files to export, each of which a pattern names. ConfigError for a pattern without any."""
-    there = list(checkpoint.seal.files)
+    there = list(checkpoint.manifest.files)
     if there == [""]:  # the checkpoint is a file
         return there
     chosen = set()
@@ -176,7 +178,7 @@ def _copy(checkpoint: SealedCheckpoint, names: list[str], draft: Path) -> None:
     replace(checkpoint.file_list, entries=entries, fix=fix).check_sizes()
     done = 0
     with progress(
-        "export", sum(checkpoint.seal.files[name].bytes for name in names), "bytes"
+        "export", sum(checkpoint.manifest.files[name].bytes for name in names), "bytes"
     ) as update:
         for name in names:
             source = checkpoint.folder / name if name else checkpoint.folder
@@ -184,7 +186,7 @@ def _copy(checkpoint: SealedCheckpoint, names: list[str], draft: Path) -> None:
             with disk_trouble(target):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source, target)
-            done += checkpoint.seal.files[name].bytes
+            done += checkpoint.manifest.files[name].bytes
             update(done, target.name)
     copies = {name or checkpoint.folder.name: entry for name, entry in entries.items()}
     for bad in FileList(draft, copies, listed_in="its seal").bad_files():

@@ -1,31 +1,37 @@
-"""The manifest of a checkpoint, `checkpoint.json`: its files and what made it. No torch.
+"""Both forms of what a checkpoint has on disk about its files and what made it: the manifest in one of
+Forge's own trainer, `checkpoint.json`, and the seal beside one of another program. No torch.
 
-Only this module reads, checks, seals and writes the file. Its digest protects it from disk errors,
+Only this module reads, checks, seals and writes the manifest. Its digest protects it from disk errors,
 not from a program or a person that writes a new one: keys, types and bounds are checked as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_serializer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_serializer
 
 from forge.core.config import ResolvedConfig
 from forge.core.errors import USE_THAT_VERSION, DataError, OtherFormat
 from forge.core.file_list import FileEntry
 from forge.core.files import (
+    MAX_JSON_BYTES,
     MAX_SMALL_JSON_BYTES,
     PlainName,
     canonical,
     digest_bytes,
+    digest_file,
+    is_file_below,
     read_json,
+    relative_path,
     write_json,
 )
 from forge.core.process import hostname
+from forge.core.program_settings import Program
 from forge.core.provenance import code, config_digest, cpu_name, installed_packages, versions
-from forge.core.records import LaunchEnvironment, validated
+from forge.core.records import LaunchEnvironment, Record, RecordPart, validated
 from forge.core.train_settings import Shard, Train
 
 FORMAT: Literal[6] = 6
@@ -288,6 +294,9 @@ class RecordedMix(Part):
 class Manifest(Part):
     """The content of `checkpoint.json`. Steps are completed steps, samples are counted from step 0."""
 
+    LISTED_IN: ClassVar[str] = "the manifest"
+    is_edited: ClassVar[bool] = False  # such a one is not read
+
     step: Count
     world_size: Annotated[int, Field(ge=1, lt=2**31)]
     decay_steps: Count
@@ -338,6 +347,14 @@ class Manifest(Part):
         """The manifest with its own digest."""
         return self.model_copy(update={"digest": _digest(self.to_json())})
 
+    def digest_in(self, folder: Path) -> str:
+        """blake3 of checkpoint.json, which has the digests of all files."""
+        return digest_file(folder / MANIFEST)
+
+    def names_in(self, folder: Path) -> set[str]:
+        """Names of the files in the directory, besides the manifest."""
+        return {path.name for path in folder.iterdir()} - {MANIFEST}
+
     def with_files(self, files: dict[str, StoredFile]) -> Self:
         """The manifest with these files, not sealed."""
         return self.model_copy(update={"files": files, "digest": ""})
@@ -354,3 +371,94 @@ def _is_sealed(content: dict[str, Any]) -> bool:
         return bool(content.get("digest") == _digest(content))
     except (ValueError, RecursionError):  # NaN, or nested too deeply: Forge writes no such value
         return False
+
+
+# --- another program --------------------------------------------------------------------------------
+
+# Path in a checkpoint, or "" for a checkpoint that is a file.
+SealedName = Annotated[str, AfterValidator(lambda name: name and relative_path(name))]
+
+
+class SealLineage(RecordPart):
+    """Artifacts and code that made a checkpoint of a program."""
+
+    run: str
+    config_digest: str
+    command: list[str]
+    source: Artifact | None
+    """The directory of the program, and the digest of its files."""
+    inputs: Artifact | None
+    """Id and digest of its input files."""
+    world_size: int
+    code: Code
+    """Version of Forge."""
+    environment: LaunchEnvironment | None = None
+    """None where machine.yaml names no container and no variables."""
+
+    @classmethod
+    def of(
+        cls,
+        config: ResolvedConfig,
+        program: Program,
+        *,
+        source_digest: str,
+        inputs_digest: str,
+        world_size: int,
+        environment: LaunchEnvironment | None = None,
+    ) -> Self:
+        """The lineage of the checkpoints that this run saves now, with this installation of Forge.
+        Digests: of the program's directory and of its input files, where it has them."""
+        return cls(
+            run=config.run,
+            config_digest=config_digest(config),
+            command=program.command,
+            source=_artifact(program.source, source_digest),
+            inputs=_artifact(config.ids.inputs, inputs_digest),
+            world_size=world_size,
+            code=Code(**code()),
+            environment=environment,
+        )
+
+
+def _artifact(name: str | None, digest: str) -> Artifact | None:
+    return Artifact(id=name, digest=digest) if name else None
+
+
+class Seal(Record):
+    """NAME.forge.json: a complete checkpoint of a program."""
+
+    FIX: ClassVar[str] = USE_THAT_VERSION
+    MAX_BYTES: ClassVar[int] = MAX_JSON_BYTES
+    LISTED_IN: ClassVar[str] = "its seal"
+
+    step: int
+    files: dict[SealedName, StoredFile]
+    """Files by their path in the checkpoint; "" for a checkpoint that is a file."""
+    lineage: SealLineage
+    digest: str
+    """blake3 of step and files."""
+
+    @property
+    def is_edited(self) -> bool:
+        return self.digest != seal_digest(self.step, self.files)
+
+    def digest_in(self, folder: Path) -> str:
+        return self.digest
+
+    def names_in(self, folder: Path) -> set[str]:
+        return {*names_in(folder)}
+
+
+def names_in(path: Path) -> Iterator[str]:
+    """Paths of the files in a checkpoint, sorted; "" for a checkpoint that is a file. Without links that
+    lead out of it: a checkpoint from elsewhere could have one to any file."""
+    if path.is_file():
+        yield ""
+        return
+    for file in sorted(path.rglob("*")):
+        if file.is_file() and (not file.is_symlink() or is_file_below(file, path)):
+            yield str(file.relative_to(path))
+
+
+def seal_digest(step: int, files: dict[str, StoredFile]) -> str:
+    return digest_bytes(canonical([step, {n: f.model_dump(mode="json") for n, f in files.items()}]))

@@ -14,133 +14,32 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Self
 
-from pydantic import AfterValidator, ValidationError
+from pydantic import ValidationError
 
 from forge.checkpoint import directory
-from forge.checkpoint.manifest import Artifact, Code, StoredFile
-from forge.core.config import ResolvedConfig
+from forge.checkpoint.checkpoints import SavedCheckpoint
+from forge.checkpoint.manifest import Seal, SealLineage, StoredFile, names_in, seal_digest
 from forge.core.errors import (
-    USE_THAT_VERSION,
     ConfigError,
     DataError,
     OtherFormat,
 )
-from forge.core.file_list import FileList, described
+from forge.core.file_list import described
 from forge.core.files import (
-    MAX_JSON_BYTES,
-    canonical,
-    digest_bytes,
     disk_trouble,
     fsync_folder,
-    is_file_below,
-    relative_path,
 )
 from forge.core.paths import RunPaths
-from forge.core.program_settings import STEP, Checkpoints, Program
-from forge.core.provenance import code, config_digest
-from forge.core.records import LaunchEnvironment, Record, RecordPart
+from forge.core.program_settings import STEP, Checkpoints
 from forge.core.terminal import say
 
 SEAL = ".forge.json"
 NEVER_SEALED = "it was never sealed: the program ended before its save was known to be complete"
 
-# Path in a checkpoint, or "" for a checkpoint that is a file.
-SealedName = Annotated[str, AfterValidator(lambda name: name and relative_path(name))]
 # Size and time of last change of each file of a checkpoint.
 Signature = tuple[tuple[str, int, int], ...]
-
-
-class SealLineage(RecordPart):
-    """Artifacts and code that made a checkpoint of a program."""
-
-    run: str
-    config_digest: str
-    command: list[str]
-    source: Artifact | None
-    """The directory of the program, and the digest of its files."""
-    inputs: Artifact | None
-    """Id and digest of its input files."""
-    world_size: int
-    code: Code
-    """Version of Forge."""
-    environment: LaunchEnvironment | None = None
-    """None where machine.yaml names no container and no variables."""
-
-    @classmethod
-    def of(
-        cls,
-        config: ResolvedConfig,
-        program: Program,
-        *,
-        source_digest: str,
-        inputs_digest: str,
-        world_size: int,
-        environment: LaunchEnvironment | None = None,
-    ) -> Self:
-        """The lineage of the checkpoints that this run saves now, with this installation of Forge.
-        Digests: of the program's directory and of its input files, where it has them."""
-        return cls(
-            run=config.run,
-            config_digest=config_digest(config),
-            command=program.command,
-            source=_artifact(program.source, source_digest),
-            inputs=_artifact(config.ids.inputs, inputs_digest),
-            world_size=world_size,
-            code=Code(**code()),
-            environment=environment,
-        )
-
-
-def _artifact(name: str | None, digest: str) -> Artifact | None:
-    return Artifact(id=name, digest=digest) if name else None
-
-
-class Seal(Record):
-    """NAME.forge.json: a complete checkpoint of a program."""
-
-    FIX: ClassVar[str] = USE_THAT_VERSION
-    MAX_BYTES: ClassVar[int] = MAX_JSON_BYTES
-
-    step: int
-    files: dict[SealedName, StoredFile]
-    """Files by their path in the checkpoint; "" for a checkpoint that is a file."""
-    lineage: SealLineage
-    digest: str
-    """blake3 of step and files."""
-
-
-@dataclass(frozen=True)
-class SealedCheckpoint:
-    """A checkpoint and its seal."""
-
-    folder: Path
-    seal: Seal
-
-    @property
-    def step(self) -> int:
-        return self.seal.step
-
-    @property
-    def digest(self) -> str:
-        return self.seal.digest
-
-    def bad_files(self) -> Iterator[str]:
-        """A sentence for each file that is missing, changed or not in the seal; digests all files.
-
-        Raises UnfitError when the disk reports an error, which says nothing about the content.
-        """
-        if self.seal.digest != _digest(self.seal.step, self.seal.files):
-            yield "its seal was edited"
-        yield from self.file_list.bad_files()
-        with disk_trouble(self.folder, "read"):
-            yield from self.file_list.extra(_names(self.folder))
-
-    @property
-    def file_list(self) -> FileList:
-        entries = {name: file.entry for name, file in self.seal.files.items()}
-        return FileList(self.folder, entries, listed_in="its seal")
+SealedCheckpoint = SavedCheckpoint[Seal]
 
 
 @dataclass(frozen=True)
@@ -264,7 +163,7 @@ class ProgramCheckpoints:
             with disk_trouble(path, "read"):
                 files = {
                     name: StoredFile(bytes=size, digest=digest)
-                    for name, size, digest in described(path, _names(path), sync=True)
+                    for name, size, digest in described(path, names_in(path), sync=True)
                 }
                 for folder in {(path / name).parent for name in files if name}:
                     fsync_folder(folder)
@@ -273,7 +172,7 @@ class ProgramCheckpoints:
         if not before or signature(path) != before:
             return None
         try:
-            seal = Seal(step=step, files=files, lineage=lineage, digest=_digest(step, files))
+            seal = Seal(step=step, files=files, lineage=lineage, digest=seal_digest(step, files))
         except ValidationError as err:
             raise DataError(
                 f"{path} cannot be sealed: {err.errors()[0]['msg']}",
@@ -355,24 +254,9 @@ def signature(path: Path) -> Signature:
     () where the checkpoint is gone, or a file disappears meanwhile."""
     signs = []
     try:
-        for name in _names(path):
+        for name in names_in(path):
             status = (path / name if name else path).stat()
             signs.append((name, status.st_size, status.st_mtime_ns))
     except OSError:
         return ()
     return tuple(signs)
-
-
-def _names(path: Path) -> Iterator[str]:
-    """Paths of the files in a checkpoint, sorted; "" for a checkpoint that is a file. Without links that
-    lead out of it: a checkpoint from elsewhere could have one to any file."""
-    if path.is_file():
-        yield ""
-        return
-    for file in sorted(path.rglob("*")):
-        if file.is_file() and (not file.is_symlink() or is_file_below(file, path)):
-            yield str(file.relative_to(path))
-
-
-def _digest(step: int, files: dict[str, StoredFile]) -> str:
-    return digest_bytes(canonical([step, {n: f.model_dump(mode="json") for n, f in files.items()}]))

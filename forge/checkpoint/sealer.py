@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from forge.checkpoint.manifest import SealLineage
 from forge.checkpoint.sealed import (
     ProgramCheckpoints,
     SealedCheckpoint,
-    SealLineage,
     Signature,
     signature,
 )
@@ -153,7 +153,7 @@ class Sealer:
         self.checkpoints.prune(self.keep_last)
 
     def _record(self, checkpoint: SealedCheckpoint, seconds: float) -> None:
-        num_bytes = sum(file.bytes for file in checkpoint.seal.files.values())
+        num_bytes = sum(file.bytes for file in checkpoint.manifest.files.values())
         save = events.Save(
             step=checkpoint.step,
             seconds=round(seconds, 3),

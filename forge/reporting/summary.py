@@ -8,8 +8,7 @@ from typing import TypeVar
 
 from forge.checkpoint.checkpoints import SavedCheckpoint
 from forge.checkpoint.directory import Checkpoint
-from forge.checkpoint.manifest import Artifact, Manifest, ParentCheckpoint, Part
-from forge.checkpoint.sealed import Seal, SealedCheckpoint
+from forge.checkpoint.manifest import Artifact, ParentCheckpoint, Part, Seal
 from forge.core import hooks
 from forge.core.errors import ConfigError, DataError
 from forge.core.events import Forecast
@@ -55,12 +54,8 @@ class Summary:
     @property
     def sources(self) -> list[SourceRow]:
         """The sources of the data, as of the checkpoint; none for a run of a single corpus."""
-        return source_rows(self._manifest)
-
-    @property
-    def _manifest(self) -> Manifest | None:
-        """None without a checkpoint, and for that of another program."""
-        return self.checkpoint.manifest if isinstance(self.checkpoint, Checkpoint) else None
+        own = self.checkpoint if isinstance(self.checkpoint, Checkpoint) else None
+        return source_rows(own.manifest if own else None)
 
     @property
     def samples(self) -> list[str]:
@@ -70,9 +65,10 @@ class Summary:
     @property
     def lineage(self) -> list[tuple[str, str]]:
         """(what, value) of everything that made the checkpoint; empty without one."""
-        if isinstance(self.checkpoint, SealedCheckpoint):
-            return [*_lineage_of_seal(self.checkpoint.seal), *self._changes_of_world_size]
-        if (manifest := self._manifest) is None:
+        manifest = self.checkpoint.manifest if self.checkpoint else None
+        if isinstance(manifest, Seal):
+            return [*_lineage_of_seal(manifest), *self._changes_of_world_size]
+        if manifest is None:
             return []
         lineage = manifest.lineage
         dirty = " with uncommitted changes" if lineage.code.dirty else ""

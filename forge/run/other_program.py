@@ -8,7 +8,8 @@ from pathlib import Path
 
 from forge.checkpoint import compatibility, directory, resume
 from forge.checkpoint.export_folder import export_sealed
-from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint, SealLineage
+from forge.checkpoint.manifest import SealLineage
+from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
 from forge.checkpoint.sealer import Sealer, SealProgress
 from forge.core import events, provenance
 from forge.core.config import ResolvedConfig
@@ -94,7 +95,7 @@ class OtherProgram:
 
     def _changed(self, checkpoint: SealedCheckpoint) -> str:
         """Name of the artifact that differs from the one that made the checkpoint; "" for none."""
-        made_with, now = checkpoint.seal.lineage.inputs, self.config.ids.inputs
+        made_with, now = checkpoint.manifest.lineage.inputs, self.config.ids.inputs
         then = made_with.id if made_with else ""
         return compatibility.differs("ids.inputs", now, then) if now != then else ""
 
@@ -210,7 +211,7 @@ class OtherProgram:
 
     def trained(self, step: int) -> Trained:
         latest = self.checkpoints.latest()
-        digest = latest.seal.digest if latest else ""
+        digest = latest.manifest.digest if latest else ""
         # Also where a launch was cut off between its last seal and this.
         done = events.Completed(step=step, weights_digest=digest)
         last = events.last(events.read(self.paths.events), events.Completed, events.Launch)

@@ -100,12 +100,12 @@ class ProgramChecks(Checks):
 def _digests(checkpoint: SealedCheckpoint) -> str:
     if bad := list(checkpoint.bad_files()):
         raise DataError("; ".join(bad))
-    return f"{len(checkpoint.seal.files)} files as they were sealed"
+    return f"{len(checkpoint.manifest.files)} files as they were sealed"
 
 
 def _weights(latest: SealedCheckpoint) -> Check | None:
     """Check that weights in safetensors files can be read, and are finite."""
-    names = [name or latest.folder.name for name in latest.seal.files]
+    names = [name or latest.folder.name for name in latest.manifest.files]
     files = [latest.folder / name for name in names if name.endswith(".safetensors")]
     if not files:
         return None
@@ -129,7 +129,7 @@ def _weights(latest: SealedCheckpoint) -> Check | None:
 
 def _dcp_tensors(latest: SealedCheckpoint) -> Check | None:
     """Check that the tensors of torch.distributed.checkpoint can be read, and are finite."""
-    files = (latest.folder / name for name in latest.seal.files)
+    files = (latest.folder / name for name in latest.manifest.files)
     folders = [file.parent for file in files if file.name == DCP_INDEX]
     return _all_finite(folders) if folders else None
 

@@ -16,11 +16,11 @@ from forge.checkpoint.manifest import (
     Numerics,
     RecordedConfig,
     ReferenceLosses,
+    SealLineage,
     SkippedSteps,
     StoredFile,
     Versions,
 )
-from forge.checkpoint.sealed import SealLineage
 from forge.core.config import Ids, ResolvedConfig
 from forge.core.files import canonical, digest_bytes, read_json, write_json
 from forge.core.paths import RunPaths

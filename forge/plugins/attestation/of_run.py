@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from forge.checkpoint.checkpoints import RunCheckpoints, SavedCheckpoint
-from forge.checkpoint.directory import Checkpoint
-from forge.checkpoint.manifest import Artifact, Lineage
+from forge.checkpoint.manifest import Artifact, Lineage, Seal, SealLineage
 from forge.checkpoint.resume import CommittedCheckpoints
-from forge.checkpoint.sealed import SealedCheckpoint
 from forge.core import events
 from forge.core.config import ResolvedConfig, as_recorded, checked
 from forge.core.errors import DataError, ForgeError
@@ -55,16 +53,14 @@ def links_of_run(
     saved: SavedRun, checkpoint: SavedCheckpoint, export: ExportMade
 ) -> Iterator[ChainLink]:
     """The links in the order of the chain, not chained yet."""
-    match checkpoint:
-        case Checkpoint():
-            yield from _of_trainer(checkpoint.manifest.lineage, saved.data)
-        case SealedCheckpoint():
-            yield from _of_program(checkpoint, saved)
-    run = RunPaths.of_checkpoint(checkpoint.folder) or saved.paths
-    is_forges = isinstance(checkpoint, Checkpoint)  # whose directory may have been named itself
-    yield _checkpoints(
-        run, CommittedCheckpoints(run) if is_forges else saved.checkpoints, checkpoint
-    )
+    run, manifest = RunPaths.of_checkpoint(checkpoint.folder) or saved.paths, checkpoint.manifest
+    checkpoints = saved.checkpoints
+    if isinstance(manifest, Seal):
+        yield from _of_program(manifest.lineage, saved)
+    else:
+        yield from _of_trainer(manifest.lineage, saved.data)
+        checkpoints = CommittedCheckpoints(run)  # its directory may have been named itself
+    yield _checkpoints(run, checkpoints, checkpoint)
     yield _launches(run)
     yield export
     yield _validation(run, checkpoint)
@@ -149,8 +145,7 @@ def _tokens(manifest: ShardManifest, tokens: Artifact) -> TokensOfSource:
 # --- another program --------------------------------------------------------------------------------
 
 
-def _of_program(checkpoint: SealedCheckpoint, saved: SavedRun) -> Iterator[ChainLink]:
-    lineage = checkpoint.seal.lineage
+def _of_program(lineage: SealLineage, saved: SavedRun) -> Iterator[ChainLink]:
     yield Texts(files=_inputs(lineage.inputs, saved.data))
     yield ProgramUsed(command=lineage.command, source=lineage.source, inputs=lineage.inputs)
     yield _config(saved.paths.config, lineage.config_digest)

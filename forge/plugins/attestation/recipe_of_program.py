@@ -145,7 +145,7 @@ class ProgramRecipe:
     def check(self, config: ResolvedConfig, interval: Interval[SealedCheckpoint]) -> None:
         if interval.end is None:
             return
-        made_by, stated = interval.end.seal.lineage, _stated(self.links)
+        made_by, stated = interval.end.manifest.lineage, _stated(self.links)
         same_source = _digest(made_by.source) == _digest(stated.source)
         same_command = stated.command in (made_by.command, without_folders(made_by.command))
         if not same_command or not same_source:
@@ -155,7 +155,7 @@ class ProgramRecipe:
             )
 
     def world_size(self, checkpoint: SealedCheckpoint) -> int:
-        return checkpoint.seal.lineage.world_size
+        return checkpoint.manifest.lineage.world_size
 
     def num_bytes(self, config: ResolvedConfig, ranks: int) -> float:
         return 0.0
@@ -165,11 +165,11 @@ class ProgramRecipe:
 
     def copy(self, checkpoint: SealedCheckpoint, paths: RunPaths) -> None:
         target = paths.checkpoints / checkpoint.folder.name
-        for name in checkpoint.seal.files:
+        for name in checkpoint.manifest.files:
             copy = target / name if name else target
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(checkpoint.folder / name if name else checkpoint.folder, copy)
-        checkpoint.seal.write(self.checkpoints(paths).seal_of(target))
+        checkpoint.manifest.write(self.checkpoints(paths).seal_of(target))
 
     @contextmanager
     def stopped_at_end(
@@ -219,7 +219,7 @@ class ProgramRecipe:
     ) -> list[str]:
         """By digests: the files of such an export are copies."""
         own = checkpoint.folder.name  # of a checkpoint that is a file
-        digests = {name or own: file.digest for name, file in checkpoint.seal.files.items()}
+        digests = {name or own: file.digest for name, file in checkpoint.manifest.files.items()}
         names = {*verify.files_in(folder, of_git=True)} - {*verify.OURS, EXPORT_MANIFEST}
         wrong = [n for n in sorted(names) if digests.get(n) != digest_file(folder / n)]
         return wrong if names else ["no file of the checkpoint"]
@@ -227,12 +227,12 @@ class ProgramRecipe:
     def differences(
         self, interval: Interval[SealedCheckpoint], made: SealedCheckpoint
     ) -> list[str]:
-        return [*code_differences(self.links, made.seal.lineage.code)]
+        return [*code_differences(self.links, made.manifest.lineage.code)]
 
     def by(
         self, made: SealedCheckpoint, machine: Literal["another", "the same", "unknown"]
     ) -> MadeBy:
-        code = made.seal.lineage.code
+        code = made.manifest.lineage.code
         return MadeBy(code=code, versions=None, cpu=cpu_name(), numerics=None, machine=machine)
 
 

@@ -43,7 +43,7 @@ def sealed_difference(
 
     Raises DataError where tensors cannot be read, UnfitError where the disk reports an error.
     """
-    ours, theirs = made.seal.files, stated.seal.files
+    ours, theirs = made.manifest.files, stated.manifest.files
     other = sorted(
         name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
     )
@@ -64,7 +64,7 @@ def _has_tensors(name: str, checkpoint: SealedCheckpoint) -> bool:
     each file counts, its index too."""
     file_name = name or checkpoint.folder.name
     indexed = {
-        str(Path(one).parent) for one in checkpoint.seal.files if Path(one).name == DCP_INDEX
+        str(Path(one).parent) for one in checkpoint.manifest.files if Path(one).name == DCP_INDEX
     }
     return file_name.endswith(SAFETENSORS) or (bool(name) and str(Path(name).parent) in indexed)
 
@@ -104,7 +104,7 @@ def _tensors(checkpoint: SealedCheckpoint, names: list[str]) -> Iterator[NamedTe
 
     from forge.checkpoint.program_tensors import floating_parts
 
-    names = [name for name in names if name in checkpoint.seal.files]
+    names = [name for name in names if name in checkpoint.manifest.files]
     for name in names:
         if not (name or checkpoint.folder.name).endswith(SAFETENSORS):
             continue

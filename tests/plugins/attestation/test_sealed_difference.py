@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from forge.checkpoint.manifest import Code
-from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint, SealLineage
+from forge.checkpoint.manifest import Code, SealLineage
+from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
 from forge.core.errors import DataError
 from forge.core.paths import RunPaths
 from forge.core.program_settings import Checkpoints

@@ -235,7 +235,7 @@ def test_links_inside_of_a_checkpoint_are_sealed_and_others_are_not(one, paths, 
     (one / "out.tex").symlink_to(thesis / "main.tex")
     checkpoints = sealed.ProgramCheckpoints(paths, Checkpoints(), 1)
     found = checkpoints.seal(one, 1, MADE_BY)
-    assert sorted(found.seal.files) == ["again.bin", "w.bin"]
+    assert sorted(found.manifest.files) == ["again.bin", "w.bin"]
     assert list(found.bad_files()) == []
 
 

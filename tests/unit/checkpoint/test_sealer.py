@@ -131,7 +131,7 @@ def test_older_checkpoint_that_is_sealed_again_does_not_become_the_latest(sealer
     assert scan(sealer) == [5, 9]
     (older / "late.bin").write_text("late")
     assert scan(sealer) == [5, 9]
-    assert "late.bin" in sealer.checkpoints.sealed()[1].seal.files
+    assert "late.bin" in sealer.checkpoints.sealed()[1].manifest.files
     assert sealer.checkpoints.latest().step == 9
 
 

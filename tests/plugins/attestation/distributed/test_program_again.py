@@ -20,7 +20,8 @@ from support.counting_program import (
 from support.live_run import forge, wait_until
 
 from forge.attestation.verify import VerificationError, verify
-from forge.checkpoint.sealed import ProgramCheckpoints, Seal
+from forge.checkpoint.manifest import Seal
+from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.core.errors import Exit
 from forge.core.files import digest_bytes, read_json
 from forge.core.program_settings import Checkpoints
