@@ -131,18 +131,18 @@ def _validate(options: argparse.Namespace) -> None:
 
 
 def _to_validate(options: argparse.Namespace) -> Any:
-    """The checks of the run or checkpoint that is named."""
+    """The run or checkpoint that is named, as a SavedRun."""
     from forge.reporting.trusted import directory_of, trusted
     from forge.run.programs import program_of
 
     run = directory_of(options.config)
     if run is None:
-        return program_of(resolved_config_of(options)).checks
+        return program_of(resolved_config_of(options))
     needed = ["data"] if options.all or options.fix else ["program.validate", "data"]
     if Path(options.config).is_dir():
-        return saved_run(options, run, *needed).checks
+        return saved_run(options, run, *needed)
     accepted = trusted(run, options.its_config, options.overrides, *needed)
-    return program_of(accepted.config).checks
+    return program_of(accepted.config)
 
 
 def _config(options: argparse.Namespace) -> None:

@@ -26,8 +26,9 @@ from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.rank_records import RankRecord, TrainTask
 from forge.run.interruptions import known_at_launch
 from forge.run.step_time import step_seconds
-from forge.validation.checkpoint_checks import ForgeChecks
+from forge.validation.checkpoint_checks import CheckpointChecks
 from forge.validation.estimates import memory_bytes
+from forge.validation.run_data import Data
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class ForgeRun:
     paths: RunPaths
     config: ResolvedConfig | None
     overrides: dict[str, Any] = field(default_factory=dict)
+    _data: dict[str, Data] = field(default_factory=dict)  # by their ids
 
     @property
     def data(self) -> Path:
@@ -51,8 +53,41 @@ class ForgeRun:
         return resume.CommittedCheckpoints(self.paths)
 
     @property
-    def checks(self) -> ForgeChecks:
-        return ForgeChecks(self.checkpoints, self.config, self.overrides)
+    def is_of_config(self) -> bool:
+        return self.config is not None
+
+    @property
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        loads = ("config", "data", "tensors", "finite", "weights", "world size")
+        return {
+            "digests": ("goal", "digests"),
+            "loads": loads,
+            "probe": ("probe",),
+            "next loss": ("next loss",),
+        }
+
+    def checks_of(self, folder: Path, goal: Trained | None) -> CheckpointChecks:
+        return self._checks_of(self.checkpoints.open_complete(folder), goal, self.paths)
+
+    def checks_of_last(self) -> tuple[Path, CheckpointChecks]:
+        """Raises ConfigError where the config does not fit the checkpoint."""
+        if self.config is None:
+            checkpoint = resume.named(self.paths.root)
+            run = RunPaths.of_checkpoint(checkpoint.folder)
+            with_metrics = run if run and run.metrics.exists() else None
+            return checkpoint.folder, self._checks_of(checkpoint, None, with_metrics)
+        checkpoint = resume.required(self.paths)
+        # An edited config says nothing of the checkpoint.
+        compatibility.check_compatible(self.config, checkpoint)
+        goal = Trained.read_if_there(self.paths.trained)
+        return checkpoint.folder, self._checks_of(checkpoint, goal, self.paths)
+
+    def _checks_of(
+        self, checkpoint: Checkpoint, goal: Trained | None, paths: RunPaths | None
+    ) -> CheckpointChecks:
+        config = self.config or checkpoint.config(self.overrides)
+        data = self._data.setdefault(str(config.ids), Data(config))
+        return CheckpointChecks(checkpoint, config, data, goal=goal, paths=paths)
 
     def export(self, to: Path | None, dtype: str) -> Path:
         from forge.trainer.export import export  # imports torch

@@ -13,7 +13,7 @@ from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
 from forge.checkpoint.sealer import Sealer, SealProgress
 from forge.core import events, provenance
 from forge.core.config import ResolvedConfig
-from forge.core.errors import ConfigError, Exit
+from forge.core.errors import ConfigError, DataError, Exit
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths, inputs_folder
 from forge.core.program_settings import Program
@@ -32,7 +32,7 @@ from forge.launch.program_rank import (
 from forge.launch.rank_records import ProgramTask, RankRecord
 from forge.staging.stage import program_folders
 from forge.trainer.metrics import StepLog
-from forge.validation.program_checks import AllProgramChecks
+from forge.validation.program_checks import ProgramChecks
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,27 @@ class OtherProgram:
         return ProgramCheckpoints(self.paths, self.program.checkpoints, self.layout.world_size)
 
     @property
-    def checks(self) -> AllProgramChecks:
-        return AllProgramChecks(self.config, self.program, self.checkpoints)
+    def is_of_config(self) -> bool:
+        return True
+
+    @property
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        return {"digests": ("goal", "digests")}
+
+    def checks_of(self, folder: Path, goal: Trained | None) -> ProgramChecks:
+        checkpoint = self.checkpoints.open_complete(folder)
+        return ProgramChecks(self.config, self.program, checkpoint, goal)
+
+    def checks_of_last(self) -> tuple[Path, ProgramChecks]:
+        latest = self.checkpoints.latest()
+        if latest is None and self.program.checkpoints:
+            raise DataError(
+                f"{self.paths.root} has no sealed checkpoint",
+                fix="train the run first: the target train",
+            )
+        goal = Trained.read_if_there(self.paths.trained)
+        place = latest.folder if latest else self.paths.root
+        return place, ProgramChecks(self.config, self.program, latest, goal)
 
     def export(self, to: Path | None, dtype: str) -> Path:
         return export_sealed(self.checkpoints, self.program.export, to)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Protocol
 
-from forge.checkpoint.checkpoints import RunCheckpoints
 from forge.core.config import ResolvedConfig
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
@@ -16,30 +14,7 @@ from forge.launch.launcher import LaunchPlan
 from forge.launch.rank_records import RankRecord
 from forge.run.forge_trainer import ForgeTrainer
 from forge.run.other_program import OtherProgram
-from forge.validation.checkpoint_checks import RunChecks
-
-
-class SavedRun(Protocol):
-    """Checkpoints and config of a run, as its training program has saved them, whose directory may come
-    from somebody else."""
-
-    @property
-    def paths(self) -> RunPaths: ...
-
-    @property
-    def data(self) -> Path:
-        """The directory with tokenizers, tokens and input files, which need not be there."""
-
-    @property
-    def checkpoints(self) -> RunCheckpoints: ...
-
-    @property
-    def checks(self) -> RunChecks:
-        """The checks of its checkpoints."""
-
-    def export(self, to: Path | None, dtype: str) -> Path:
-        """Write the last checkpoint as a directory that other software loads; the directory. to: None for
-        the default one. dtype: of the weights, where the program lets it be chosen."""
+from forge.validation.checkpoint_checks import SavedRun
 
 
 class TrainingProgram(SavedRun, Protocol):

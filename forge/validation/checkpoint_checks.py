@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from forge.checkpoint import compatibility, directory, resume
+from forge.checkpoint import compatibility, directory
 from forge.checkpoint.checkpoints import RunCheckpoints, SavedCheckpoint
 from forge.checkpoint.manifest import data_digests
 from forge.core.config import ResolvedConfig
@@ -107,8 +106,21 @@ class Checks(ABC):
         )
 
 
-class RunChecks(Protocol):
-    """Makes the checks of the checkpoints of one run."""
+class SavedRun(Protocol):
+    """Checkpoints and config of a run, as its training program has saved them, whose directory may come
+    from somebody else."""
+
+    @property
+    def paths(self) -> RunPaths: ...
+
+    @property
+    def data(self) -> Path:
+        """The directory with tokenizers, tokens and input files, which need not be there."""
+
+    @property
+    def is_of_config(self) -> bool:
+        """Return whether the config of the run is given. Else the user has named a directory, in which
+        nothing is written unasked."""
 
     @property
     def checkpoints(self) -> RunCheckpoints: ...
@@ -117,74 +129,20 @@ class RunChecks(Protocol):
     def columns(self) -> dict[str, tuple[str, ...]]:
         """Heads of the table of all checkpoints, each with the checks that it stands for."""
 
-    @property
-    def is_of_config(self) -> bool:
-        """Return whether the config of the run is given. Else the user has named a directory, in which
-        nothing is written unasked."""
-
-    def of(self, folder: Path, goal: Trained | None) -> Checks:
+    def checks_of(self, folder: Path, goal: Trained | None) -> Checks:
         """Checks of any checkpoint of the run. goal: trained.json, where it is of this checkpoint. Raises
         as `RunCheckpoints.open_complete`."""
 
-    def of_last(self) -> tuple[Path, Checks]:
+    def checks_of_last(self) -> tuple[Path, Checks]:
         """The checkpoint to validate, or the run where it has none that Forge knows, and its checks.
         DataError where there is none yet."""
 
+    def export(self, to: Path | None, dtype: str) -> Path:
+        """Write the last checkpoint as a directory that other software loads; the directory. to: None for
+        the default one. dtype: of the weights, where the program lets it be chosen."""
+
 
 # --- Forge's own trainer ---------------------------------------------------------------------------
-
-
-@dataclass
-class ForgeChecks:
-    """Makes the checks of a run of Forge's own trainer, or of a checkpoint in any directory.
-
-    config: that every checkpoint must fit; None: each is checked with the config that made it, and
-    `overrides`, such as the current path of `data`.
-    """
-
-    checkpoints: resume.CommittedCheckpoints
-    config: ResolvedConfig | None
-    overrides: dict[str, Any] = field(default_factory=dict)
-    _data: dict[str, Data] = field(default_factory=dict)
-
-    @property
-    def columns(self) -> dict[str, tuple[str, ...]]:
-        loads = ("config", "data", "tensors", "finite", "weights", "world size")
-        return {
-            "digests": ("goal", "digests"),
-            "loads": loads,
-            "probe": ("probe",),
-            "next loss": ("next loss",),
-        }
-
-    @property
-    def is_of_config(self) -> bool:
-        return self.config is not None
-
-    def of(self, folder: Path, goal: Trained | None) -> CheckpointChecks:
-        checkpoint = self.checkpoints.open_complete(folder)
-        return self._of(checkpoint, goal, self.checkpoints.paths)
-
-    def of_last(self) -> tuple[Path, CheckpointChecks]:
-        """Raises ConfigError where the config does not fit the checkpoint."""
-        if self.config is None:
-            checkpoint = resume.named(self.checkpoints.paths.root)
-            run = RunPaths.of_checkpoint(checkpoint.folder)
-            with_metrics = run if run and run.metrics.exists() else None
-            return checkpoint.folder, self._of(checkpoint, None, with_metrics)
-        paths = self.checkpoints.paths
-        checkpoint = resume.required(paths)
-        # An edited config says nothing of the checkpoint.
-        compatibility.check_compatible(self.config, checkpoint)
-        goal = Trained.read_if_there(paths.trained)
-        return checkpoint.folder, self._of(checkpoint, goal, paths)
-
-    def _of(
-        self, checkpoint: directory.Checkpoint, goal: Trained | None, paths: RunPaths | None
-    ) -> CheckpointChecks:
-        config = self.config or checkpoint.config(self.overrides)
-        data = self._data.setdefault(str(config.ids), Data(config))
-        return CheckpointChecks(checkpoint, config, data, goal=goal, paths=paths)
 
 
 class CheckpointChecks(Checks):

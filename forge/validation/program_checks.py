@@ -6,13 +6,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from forge.checkpoint.index import DCP_INDEX
-from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
+from forge.checkpoint.sealed import SealedCheckpoint
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.files import disk_trouble
@@ -24,35 +23,6 @@ from forge.validation.checkpoint_checks import Checks
 
 SAID_CHARACTERS = 300  # of the output of the program's own check, in a message
 OUTPUT_BYTES = 2**16  # of its end, in which these are looked for
-
-
-@dataclass(frozen=True)
-class AllProgramChecks:
-    """Makes the checks of a run of another program."""
-
-    config: ResolvedConfig
-    program: Program
-    checkpoints: ProgramCheckpoints
-    is_of_config: bool = True
-
-    @property
-    def columns(self) -> dict[str, tuple[str, ...]]:
-        return {"digests": ("goal", "digests")}
-
-    def of(self, folder: Path, goal: Trained | None) -> ProgramChecks:
-        checkpoint = self.checkpoints.open_complete(folder)
-        return ProgramChecks(self.config, self.program, checkpoint, goal)
-
-    def of_last(self) -> tuple[Path, ProgramChecks]:
-        paths, latest = self.checkpoints.paths, self.checkpoints.latest()
-        if latest is None and self.program.checkpoints:
-            raise DataError(
-                f"{paths.root} has no sealed checkpoint",
-                fix="train the run first: the target train",
-            )
-        goal = Trained.read_if_there(paths.trained)
-        place = latest.folder if latest else paths.root
-        return place, ProgramChecks(self.config, self.program, latest, goal)
 
 
 class ProgramChecks(Checks):

@@ -19,19 +19,19 @@ from forge.core.records import Check, Damage, Trained, Validated, Validation, fa
 from forge.core.terminal import Table, duration, progress, say
 from forge.hosts.lock import lock
 from forge.launch.launcher import wait_for_orphans
-from forge.validation.checkpoint_checks import OF_THE_CHECKPOINT, Checks, RunChecks
+from forge.validation.checkpoint_checks import OF_THE_CHECKPOINT, Checks, SavedRun
 from forge.validation.replay import NOT_DONE, NOT_RECORDED
 
 
-def validate(run: RunChecks) -> None:
+def validate(run: SavedRun) -> None:
     """Validate a run's latest checkpoint, or any one that the user has named.
 
     Of the run of a config writes validation.json, valid or not, and validated.json for a valid one; else
-    nothing. Raises DataError with the reasons for an invalid one, and as `RunChecks.of_last`.
+    nothing. Raises DataError with the reasons for an invalid one, and as `SavedRun.checks_of_last`.
     """
-    started, paths = time.time(), run.checkpoints.paths
+    started, paths = time.time(), run.paths
     with lock(paths.root, "validate") if run.is_of_config else nullcontext():
-        place, checks = run.of_last()
+        place, checks = run.checks_of_last()
         checks.run_all()
         result = checks.result()
         if run.is_of_config:
@@ -102,14 +102,14 @@ class CheckpointRow:
         self.checks = None  # frees the model
 
 
-def validate_all(run: RunChecks, *, fix: bool) -> None:
+def validate_all(run: SavedRun, *, fix: bool) -> None:
     """Check every checkpoint of a run, first the cheap checks of all, and print a table.
 
     fix: move corrupt ones to quarantine, under the run's lock; without it nothing is changed. Raises
     DataError if one is invalid, and UnfitError, with nothing moved, if the disk or this host kept the
     checks of one from completing.
     """
-    checkpoints, paths = run.checkpoints, run.checkpoints.paths
+    checkpoints, paths = run.checkpoints, run.paths
     if not run.is_of_config and not paths.checkpoints.is_dir():
         raise ConfigError(
             f"{paths.root} is not a run's folder: it has no checkpoints/",
@@ -139,12 +139,12 @@ def _quarantined(checkpoints: RunCheckpoints) -> Iterator[CheckpointRow]:
         yield row
 
 
-def _check_all(rows: Sequence[CheckpointRow], run: RunChecks) -> None:
+def _check_all(rows: Sequence[CheckpointRow], run: SavedRun) -> None:
     """Fill in the rows: first the files of all checkpoints, then models are built."""
-    goal = Trained.read_if_there(run.checkpoints.paths.trained)
+    goal = Trained.read_if_there(run.paths.trained)
 
     def check_files(row: CheckpointRow) -> None:
-        row.checks = run.of(row.folder, goal if goal and goal.step == row.step else None)
+        row.checks = run.checks_of(row.folder, goal if goal and goal.step == row.step else None)
         row.checks.check_files()
 
     def check_content(row: CheckpointRow) -> None:

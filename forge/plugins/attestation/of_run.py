@@ -44,7 +44,7 @@ from forge.plugins.attestation.chain import (
 )
 from forge.reporting.history import read_history
 from forge.run.launches import LaunchHistory
-from forge.run.programs import SavedRun
+from forge.validation.checkpoint_checks import SavedRun
 
 SomeRecord = TypeVar("SomeRecord", bound=Record)
 

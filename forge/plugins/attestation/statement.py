@@ -32,7 +32,7 @@ from forge.core.terminal import progress, say
 from forge.plugins.attestation.chain import ChainLink, ExportMade, Predicate, Texts
 from forge.plugins.attestation.of_run import links_of_run
 from forge.plugins.attestation.reduce import absolute_paths, reduced
-from forge.run.programs import SavedRun
+from forge.validation.checkpoint_checks import SavedRun
 
 
 def write_statement(export: Path, saved: SavedRun, *, is_full: bool = False) -> Path:

@@ -53,7 +53,7 @@ def messages(config):
     paths = RunPaths.of(config)
     checkpoints = ProgramCheckpoints(paths, config.program.checkpoints, world_size=1)
     checkpoints.seal(paths.checkpoints / "checkpoint-5", 5, MADE_BY)
-    validate(program_of(config).checks)
+    validate(program_of(config))
     return {check.name: check.message for check in Validation.read(paths.validation).checks}
 
 
@@ -131,7 +131,7 @@ def test_table_has_every_sealed_checkpoint_and_nothing_is_changed(config, three,
     with pytest.raises(
         DataError, match=r"2 of 3 checkpoints of .* invalid: checkpoint-5, checkpoint-3"
     ):
-        validate_all(program_of(config).checks, fix=False)
+        validate_all(program_of(config), fix=False)
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [(row[0], row[-1]) for row in rows[1:]] == [
         ("5", "invalid"),
@@ -143,7 +143,7 @@ def test_table_has_every_sealed_checkpoint_and_nothing_is_changed(config, three,
 
 def test_fix_moves_all_that_is_corrupt_or_not_sealed_and_the_run_trains_again(config, three):
     with pytest.raises(DataError) as caught:
-        validate_all(program_of(config).checks, fix=True)
+        validate_all(program_of(config), fix=True)
     assert "`latest` is checkpoint-4" in caught.value.fix and "from step 4" in caught.value.fix
     left = sorted(path.name for path in three.checkpoints.glob("checkpoint-*"))
     assert left == ["checkpoint-4", "checkpoint-4.forge.json"]
@@ -169,7 +169,7 @@ def test_model_that_the_own_check_refuses_is_invalid_also_without_checkpoints(tm
     values = {"results": str(tmp_path), "run": "p", "program": program}
     run = program_of(resolve(checked(Config, values, "the test")))
     with pytest.raises(DataError, match=r"p is invalid: program: .* too poor") as caught:
-        validate(run.checks)
+        validate(run)
     assert "program's own check refuses" in caught.value.cause
     assert "exit status 0 means valid" in caught.value.fix
 
