@@ -439,6 +439,10 @@ class Seal(Record):
     """blake3 of step and files."""
 
     @property
+    def world_size(self) -> int:
+        return self.lineage.world_size
+
+    @property
     def is_edited(self) -> bool:
         return self.digest != seal_digest(self.step, self.files)
 

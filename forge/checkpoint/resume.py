@@ -48,7 +48,23 @@ class CommittedCheckpoints:
         return latest(self.paths)
 
     def check_still_there(self, step: int) -> None:
-        check_still_there(self.paths, step)
+        """Also DataError where `latest` does not point to it. Raises as `open_complete`."""
+        paths, folder = self.paths, self.paths.checkpoints / checkpoint_name(step)
+        with disk_trouble(folder, "read"):
+            linked = directory.linked(paths)
+            if not folder.is_dir():
+                raise DataError(f"{folder} is missing", fix=directory.restore_or_train_again(paths))
+            try:
+                self.open_complete(folder)
+            except OtherFormat:
+                raise
+            except DataError as err:
+                raise DataError(err.what, fix=f"forge validate {paths.root} --all") from None
+            if linked != folder.resolve():
+                where = f"points to {linked.name}" if linked else "is missing"
+                raise DataError(
+                    f"{paths.latest} {where}", fix=f"ln -sfn {folder.name} {paths.latest}"
+                )
 
     def by_step(self) -> dict[int, Path]:
         """With or without a manifest."""
@@ -119,25 +135,6 @@ def at_step(paths: RunPaths, step: int) -> directory.Checkpoint:
             fix=f"name another one: {paths.checkpoints} has {directory.steps_there(paths.checkpoints)}",
         )
     return directory.Checkpoint.open(folder)
-
-
-def check_still_there(paths: RunPaths, step: int) -> None:
-    """DataError, with what to do, where the checkpoint at which a run has ended is missing or incomplete,
-    or `latest` does not point to it. Reads no digests. Raises as `directory.Checkpoint.open_complete`."""
-    folder = paths.checkpoints / checkpoint_name(step)
-    with disk_trouble(folder, "read"):
-        linked = directory.linked(paths)
-        if not folder.is_dir():
-            raise DataError(f"{folder} is missing", fix=directory.restore_or_train_again(paths))
-        try:
-            directory.Checkpoint.open_complete(folder)
-        except OtherFormat:
-            raise
-        except DataError as err:
-            raise DataError(err.what, fix=f"forge validate {paths.root} --all") from None
-        if linked != folder.resolve():
-            where = f"points to {linked.name}" if linked else "is missing"
-            raise DataError(f"{paths.latest} {where}", fix=f"ln -sfn {folder.name} {paths.latest}")
 
 
 def is_checkpoint(place: Path) -> bool:

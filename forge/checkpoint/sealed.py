@@ -138,7 +138,7 @@ class ProgramCheckpoints:
         return ""  # the link is repaired before each launch
 
     def check_still_there(self, step: int) -> None:
-        """Check as `resume.check_still_there` does, with the program's own `latest`."""
+        """Check, whatever `latest` points to, which is the program's own."""
         if self.settings is None:
             return
         paths, newest = self.paths, self.latest()

@@ -183,7 +183,7 @@ def _lineage_of_seal(seal: Seal) -> list[tuple[str, str]]:
         ("source", _id_and_digest(made.source) if made.source else ""),
         ("inputs", _id_and_digest(made.inputs) if made.inputs else ""),
         ("checkpoint digest", seal.digest),
-        ("world size", str(made.world_size)),
+        ("world size", str(seal.world_size)),
     ]
     return [(name, value) for name, value in rows if value]
 

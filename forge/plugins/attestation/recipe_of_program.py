@@ -154,9 +154,6 @@ class ProgramRecipe:
                 f" {'command' if same_source else 'version of the program'} than the statement's"
             )
 
-    def world_size(self, checkpoint: SealedCheckpoint) -> int:
-        return checkpoint.manifest.lineage.world_size
-
     def num_bytes(self, config: ResolvedConfig, ranks: int) -> float:
         return 0.0
 

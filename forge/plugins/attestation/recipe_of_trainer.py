@@ -100,9 +100,6 @@ class TrainerRecipe:
                     f"step {checkpoint.step} was not made by the config of the statement: {err.what}"
                 ) from None
 
-    def world_size(self, checkpoint: Checkpoint) -> int:
-        return checkpoint.manifest.world_size
-
     def num_bytes(self, config: ResolvedConfig, ranks: int) -> float:
         return training_bytes(config, ranks)
 

@@ -74,9 +74,6 @@ class Recipe(Protocol[Saved]):
         """VerificationError where a checkpoint of the interval was made otherwise than the statement
         says. Their digests are right."""
 
-    def world_size(self, checkpoint: Saved) -> int:
-        """Ranks that have saved it."""
-
     def num_bytes(self, config: ResolvedConfig, ranks: int) -> float:
         """Memory that the ranks need; 0.0 where it is not known, or that of GPUs."""
 
@@ -174,7 +171,7 @@ class Retrainer(Generic[Saved]):
     def ranks(self, interval: Interval[Saved]) -> int:
         """Ranks of the training that ended with this interval."""
         if interval.end:
-            return self.recipe.world_size(interval.end)
+            return interval.end.manifest.world_size
         launches = part(self.recipe.links["launches"], "launches", list)
         sizes = [part(launch, "world_size", int) for launch in launches]
         return max(1, sizes[-1]) if sizes else 1
