@@ -5,7 +5,9 @@ import os
 import pathlib
 import pickle
 import random
+import resource
 import struct
+import time
 import warnings
 import zipfile
 from pathlib import Path
@@ -246,20 +248,48 @@ def of_equal_tensors(number):
     return pickle.dumps(names.Metadata(many, storage_data={}))
 
 
+def of_equal_arguments(number, sizes):
+    """An index that makes so many torch.Size of one tuple."""
+    size = named("torch", "Size") + b"h\x00\x85R"
+    return b"\x80\x04(" + b"K\x01" * sizes + b"t\x94" + size * number + b"."
+
+
+def of_equal_hashes(number):
+    """An index of a dict whose keys, of 13 bytes each, have one hash."""
+    keys = ((2**61 - 1) * (2**30 + n) for n in range(number))
+    longs = (b"\x8a\x0d" + key.to_bytes(13, "little") + b"N" for key in keys)
+    return b"\x80\x04}(" + b"".join(longs) + b"u."
+
+
 BOMBS = {
     "marks": lambda: b"\x80\x04" + b"(" * 10**5,
     "nested tuples": lambda: b"\x80\x04)" + b"\x85" * 10**5 + b".",
     "the same parts again and again": lambda: of_equal_tensors(1000),
     "a part of exabytes": lambda: of_one_tensor(start=0, length=2**62),
     "thousands of digits": lambda: of_one_tensor(start=10**4000, length=1),
+    "the same arguments again and again": lambda: of_equal_arguments(20_000, 50_000),
+    "keys of one hash": lambda: of_equal_hashes(60_000),
 }
 
 
 @pytest.mark.parametrize("kind", BOMBS)
 def test_index_that_asks_for_gigabytes_is_bad_data(folder, kind):
     (folder / ".metadata").write_bytes(BOMBS[kind]())
+    begun, most = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(DataError, match=r"\.metadata is not the index|__0_0\.distcp ends before"):
         list(floating_parts(folder))
+    assert time.process_time() - begun < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - most < 2**18, "in KiB"
+
+
+def test_index_that_was_cut_is_bad_data(folder):
+    honest = (folder / ".metadata").read_bytes()
+    for size in range(0, len(honest), 7):
+        (folder / ".metadata").write_bytes(honest[:size])
+        has_an_end = honest[:size].endswith(pickle.STOP)  # also a full stop in a name
+        why = r"index" if has_an_end else r"\.metadata is not the index.*its end is missing"
+        with pytest.raises(DataError, match=why):
+            read_pickled_index(folder / ".metadata")
 
 
 def test_index_of_terabytes_is_refused_unread(folder):
