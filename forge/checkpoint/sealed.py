@@ -20,16 +20,9 @@ from pydantic import ValidationError
 from forge.checkpoint import directory
 from forge.checkpoint.checkpoints import SavedCheckpoint
 from forge.checkpoint.manifest import Seal, SealLineage, StoredFile, names_in, seal_digest
-from forge.core.errors import (
-    ConfigError,
-    DataError,
-    OtherFormat,
-)
+from forge.core.errors import ConfigError, DataError, OtherFormat
 from forge.core.file_list import described
-from forge.core.files import (
-    disk_trouble,
-    fsync_folder,
-)
+from forge.core.files import disk_trouble, fsync_folder
 from forge.core.paths import RunPaths
 from forge.core.program_settings import STEP, Checkpoints
 from forge.core.terminal import say
