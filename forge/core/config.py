@@ -45,7 +45,8 @@ from forge.core.section import (
     without_retired,
 )
 from forge.core.service_settings import Report, ValidateSettings
-from forge.core.tokenize_settings import TOKEN_FORMATS, SourceName, Tokenize, Tokenizer
+from forge.core.text_formats import TOKEN_FORMATS
+from forge.core.tokenize_settings import SourceName, Tokenize, Tokenizer
 from forge.core.train_settings import Train
 from forge.core.values import describe, read_cell, read_text, read_yaml, shown
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from forge.core.mix import STEP
 from forge.core.models.base import HUB_NAME
 from forge.core.section import FREE, FilePath, Section, later
+from forge.core.text_formats import AUTO, FORMATS
 from forge.core.values import shown
 
 # Part of names of metrics, too.
@@ -20,12 +21,12 @@ LARGE_VOCABULARY = 2**18
 # Keys that change no ids: content ids and manifests do not have them.
 UNNAMED = ("fast", "max_lost")
 MAX_LOST = 0.2
-# Values of tokenize.format for files that hold ids in place of text.
-TOKEN_FORMATS = ("nanogpt", "megatron", "dolma")
-# Formats whose files do not record the dtype of the ids.
-UNRECORDED_DTYPE = ("nanogpt", "dolma")
 TokenDtype = Literal["uint16", "uint32", "int32", "int64"]
 TOKEN_DTYPES = get_args(TokenDtype)
+if TYPE_CHECKING:
+    FormatName = str
+else:
+    FormatName = Literal[(AUTO, *FORMATS)]
 
 
 class Tokenizer(Section):
@@ -68,9 +69,7 @@ class Source(Section):
     Files of the Hugging Face hub as `hf://datasets/owner/name@revision/*.parquet` are downloaded on the
     login node. `rule:corpus/clean.txt` is a file that a rule of your own workflow makes
     (docs/workflow.md)."""
-    format: Literal[
-        "auto", "text", "jsonl", "csv", "tsv", "parquet", "nanogpt", "megatron", "dolma"
-    ] = "auto"
+    format: FormatName = AUTO
     """`auto` decides by the file name (.jsonl, .json, .csv, .tsv, also with .gz or .zst, .parquet, else
     text). Files of nanoGPT (.bin), Megatron-LM (.bin, .idx) and dolma (.npy) hold ids, made with the
     tokenizer that is given."""

@@ -20,11 +20,11 @@ from forge.core.files import (
 from forge.core.models import architectures
 from forge.core.paths import MANIFEST, RunPaths, inputs_folder, tokenizer_folder, tokens_folder
 from forge.core.terminal import say, say_once
-from forge.core.tokenize_settings import TOKEN_FORMATS, UNNAMED, Tokenize
+from forge.core.text_formats import TOKEN_FORMATS, new_readings
+from forge.core.tokenize_settings import UNNAMED, Tokenize
 from forge.data import corpus, model
 from forge.data.corpus import INPUTS, of_key
 from forge.data.end_token import FILES, TOKENIZER_CONFIG, token_not_guessed
-from forge.data.formats import new_readings
 from forge.data.inputs import list_inputs, named_inputs, of_hub
 
 # Incremented when the same settings and inputs give other bytes, so that nothing old is reused.

@@ -8,8 +8,10 @@ import os
 import re
 import tokenize as python_source
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple
@@ -17,14 +19,21 @@ from typing import NamedTuple
 import blake3
 
 from forge.core.errors import ConfigError, DataError
-from forge.core.files import utf8_bytes
 from forge.core.terminal import say, say_once
+from forge.core.text_formats import (
+    AUTO,
+    BY_ENDING,
+    TEXT,
+    TEXT_FORMATS,
+    ending,
+    format_by_name,
+    is_compressed,
+)
 from forge.core.tokenize_settings import Tokenize
-from forge.data import hub, text_rows
-from forge.data.decoding import Utf8, Warn, check_length, corrupt, offset_from
-from forge.data.formats import BY_ENDING, PLAIN, ending, format_by_name, is_compressed
-from forge.data.input_bytes import CHUNK_BYTES, BytesRead, Consumed, open_bytes
-from forge.data.not_text import HEAD_BYTES, require_characters, require_plain, require_text
+from forge.data import hub
+from forge.data.decoding import Utf8, Warn, corrupt
+from forge.data.input_bytes import Consumed, TextInput
+from forge.data.not_text import require_characters
 
 INPUTS = "tokenize.inputs"  # the key that errors name
 STDLIB = "python:stdlib"
@@ -98,7 +107,7 @@ def of_key(error: DataError, key: str) -> DataError:
     )
 
 
-def list_texts(inputs: Sequence[str], kind: str = "auto", own: str = "") -> list[InputFile]:
+def list_texts(inputs: Sequence[str], kind: str = AUTO, own: str = "") -> list[InputFile]:
     """The files of a corpus, as `list_named`, each by one of its names. Raises DataError as that, and
     where two names of a file tell different formats."""
     return _each_once(list_named(inputs, own, kind))
@@ -123,7 +132,7 @@ def list_named(inputs: Sequence[str], own: str = "", kind: str = "") -> list[Inp
             )
         if kind and spec != STDLIB and listed[0].location != spec:  # a directory or a glob
             _refuse_blobs(listed)
-            if kind == "auto":
+            if kind == AUTO:
                 check_kinds(spec, [file.name for file in listed])
         for file in listed:
             files.setdefault(os.path.abspath(file.location), file)  # noqa: PTH100 (resolve is slow)
@@ -136,13 +145,9 @@ def check_kinds(spec: str, names: Sequence[str]) -> None:
 
     Without rows a line names those that are usually about a corpus, and pages of HTML.
     """
-    endings = [(name, ending(name)) for name in names]
-    with_rows = [name for name, end in endings if end in BY_ENDING]
-    others = [
-        name
-        for name, end in endings
-        if end not in BY_ENDING and (end not in PLAIN or ABOUT.search(name))
-    ]
+    kinds = [(name, BY_ENDING.get(ending(name))) for name in names]
+    with_rows = [name for name, kind in kinds if kind not in (None, TEXT)]
+    others = [name for name, kind in kinds if kind is None or (kind == TEXT and ABOUT.search(name))]
     if with_rows and others:
         raise DataError(
             f"{INPUTS}: {spec!r} has {_few(with_rows)}, and {_few(others)}, which would be read as text",
@@ -353,48 +358,43 @@ def read_documents(
     of the file after the last document. Raises DataError that names the file and the position that
     cannot be read.
     """
-    utf8 = Utf8(file.location, settings.invalid_utf8, warn)
-    with _read_trouble(file.location):
-        for document in _documents(file, settings, utf8, BytesRead(consumed, hasher)):
+    path, kind = file.location, _kind_of(file.location, settings)
+    utf8 = Utf8(path, settings.invalid_utf8, warn)
+    opened = TextInput(path, file.size, kind, settings, utf8, consumed, hasher)
+    with _read_trouble(path):
+        for document in _documents(opened, file.name):
             if document and not document.isspace():
-                require_characters(document, file.location)
+                require_characters(document, path)
                 yield document
 
 
-def _documents(file: InputFile, settings: Tokenize, utf8: Utf8, read: BytesRead) -> Iterator[str]:
-    if file.name == TOPICS or file.name.startswith(f"{STDLIB}/"):
-        yield from _stdlib_documents(file)
-        read.digest(file.path)
-        read.consumed(file.size)
-        return
-    kind = _format_of(file.location, settings)
-    if kind == "parquet":
-        read.digest(file.path)
-        yield from text_rows.parquet(file.path, file.size, settings, utf8, read.consumed)
-        return
-    if kind == "text" and file.size <= CHUNK_BYTES and not is_compressed(file.location):
-        yield from _small_text(file, settings.document_separator, utf8, read)
-        return
-    with open_bytes(file.path, read) as stream:
-        head = stream.peek(HEAD_BYTES)[:HEAD_BYTES]
-        require_text(head, file.location)
-        require_plain(head, file.location, 0)
-        if kind == "jsonl":
-            yield from text_rows.jsonl(stream, settings, utf8)
-        elif kind in text_rows.SEPARATORS:
-            yield from text_rows.table(stream, text_rows.SEPARATORS[kind], settings, utf8)
-        else:
-            yield from _split_text(utf8.stream(stream), settings.document_separator, file.location)
+def _documents(file: TextInput, name: str) -> Iterator[str]:
+    """name: of the file in the config."""
+    if name == TOPICS or name.startswith(f"{STDLIB}/"):
+        file.digest()
+        yield from _stdlib_documents(name, Path(file.location))
+        file.consumed(file.size)
+    else:
+        yield from _reader(file.kind)(file)
 
 
 def is_divisible(file: InputFile, settings: Tokenize) -> bool:
     """Return whether `document_separator` divides the file: text, but no module of the standard
     library."""
-    return not file.name.startswith(STDLIB) and _format_of(file.location, settings) == "text"
+    one = TEXT_FORMATS[_kind_of(file.location, settings)]
+    return one.is_divisible and not file.name.startswith(STDLIB)
 
 
-def _format_of(path: str, settings: Tokenize) -> str:
-    return format_by_name(path) if settings.format == "auto" else settings.format
+def _kind_of(path: str, settings: Tokenize) -> str:
+    return format_by_name(path) if settings.format == AUTO else settings.format
+
+
+@cache
+def _reader(kind: str) -> Callable[[TextInput], Iterator[str]]:
+    """The function `documents` of the reader of a format."""
+    module = TEXT_FORMATS[kind].module or f"forge.data.text_formats.{kind}"
+    documents: Callable[[TextInput], Iterator[str]] = import_module(module).documents
+    return documents
 
 
 @contextmanager
@@ -410,61 +410,15 @@ def _read_trouble(path: str) -> Iterator[None]:
         raise DataError(f"cannot read {path}: {err.strerror}", fix="make it readable") from None
 
 
-def _small_text(
-    file: InputFile, separator: str | None, utf8: Utf8, read: BytesRead
-) -> Iterator[str]:
-    """The documents of a small file, read at once: for thousands of them, each call counts."""
-    data = _read_at_once(file)
-    read.add(data)
-    require_text(data, file.location)
-    require_plain(data, file.location, 0)
-    text = utf8.decode(data, offset_from(0))[0].removeprefix("\ufeff")
-    yield from text.split(separator) if separator else [text]
-
-
-def _read_at_once(file: InputFile) -> bytes:
-    """The bytes of a small file, by three system calls; `open` and `read` of Python make eight."""
-    descriptor = os.open(file.location, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        data = os.read(descriptor, file.size + 1)
-        if len(data) != file.size:  # it has changed since it was listed
-            while more := os.read(descriptor, CHUNK_BYTES):
-                data += more
-        return data
-    finally:
-        os.close(descriptor)
-
-
-def _split_text(pieces: Iterator[str], separator: str | None, path: str) -> Iterator[str]:
-    """The text of all pieces, split at each separator; one document without one."""
-    held = ""
-    held_bytes = 0
-    for piece in pieces:
-        # Only new text can complete a separator: a long document is not searched again.
-        searched = max(0, len(held) - len(separator or "") + 1)
-        held += piece
-        held_bytes += utf8_bytes(piece)
-        if separator and held.find(separator, searched) >= 0:
-            *documents, held = held.split(separator)
-            held_bytes = utf8_bytes(held)
-            yield from documents
-        check_length(
-            held_bytes,
-            f"{path} has a document",
-            "split the text into documents: set tokenize.document_separator",
-        )
-    yield held
-
-
-def _stdlib_documents(file: InputFile) -> Iterator[str]:
-    if file.name == TOPICS:
+def _stdlib_documents(name: str, path: Path) -> Iterator[str]:
+    if name == TOPICS:
         from pydoc_data.topics import topics
 
         yield from (topics[topic] for topic in sorted(topics))
         return
     try:
-        with python_source.open(file.location) as source:  # honors the coding line (PEP 263)
+        with python_source.open(path) as source:  # honors the coding line (PEP 263)
             yield source.read()
     except (SyntaxError, UnicodeDecodeError):
         # The default corpus must work everywhere, also with a patched Python.
-        yield file.path.read_text("latin-1")
+        yield path.read_text("latin-1")

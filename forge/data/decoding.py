@@ -11,6 +11,7 @@ from forge.data.input_bytes import CHUNK_BYTES
 from forge.data.not_text import require_plain
 
 MAX_DOCUMENT_BYTES = 2**28
+MOST_SHOWN = 200  # characters of the names of columns, in an error
 
 Warn = Callable[[str], None]
 
@@ -82,4 +83,13 @@ def corrupt(path: str, err: Exception) -> DataError:
         f"{path} is corrupt: {err}",
         cause="an interrupted download or copy, or a wrong file name extension",
         fix="fetch the file again",
+    )
+
+
+def no_text(where: str, field: str, problem: str, fields: list[str]) -> DataError:
+    """The error for a row without a text. field: tokenize.text_field. fields: those that it has."""
+    found = ", ".join(fields)[:MOST_SHOWN] or "none"
+    return DataError(
+        f"{where}: field {field!r} {problem}; fields found: {found}",
+        fix="set tokenize.text_field to the field that holds the text, or correct the file",
     )

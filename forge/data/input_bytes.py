@@ -8,12 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import blake3
 
 from forge.core.files import update_from_file
-from forge.data.formats import is_compressed
+from forge.core.text_formats import is_compressed
+from forge.core.tokenize_settings import Tokenize
+from forge.data.not_text import HEAD_BYTES, require_plain, require_text
+
+if TYPE_CHECKING:
+    from forge.data.decoding import Utf8
 
 CHUNK_BYTES = 2**20
 
@@ -21,58 +26,74 @@ Consumed = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class BytesRead:
-    """Receives the bytes that are read from one file.
+class TextInput:
+    """A file of text, as the reader of its format has it (`data.text_formats`)."""
 
-    consumed: called with their number, for progress. hasher: updated with them, so that a file which is
-    digested is read once.
-    """
-
+    location: str
+    """Path of the file on this machine."""
+    size: int
+    """Bytes on disk."""
+    kind: str
+    """Name of the format."""
+    settings: Tokenize
+    utf8: Utf8
     consumed: Consumed
+    """Called with the number of bytes that were read from disk, for progress."""
     hasher: blake3.blake3 | None
+    """Updated with these bytes, so that a file which is digested is read once."""
 
     def add(self, data: bytes | memoryview) -> None:
+        """Count and digest bytes that were read from disk."""
         self.consumed(len(data))
         if self.hasher:
             self.hasher.update(data)
 
-    def digest(self, path: Path) -> None:
+    def digest(self) -> None:
         """Digest a file that a library reads in its own order. Raises OSError."""
         if self.hasher:
-            update_from_file(self.hasher, path)
+            update_from_file(self.hasher, Path(self.location))
+
+    @contextmanager
+    def open(self) -> Iterator[io.BufferedReader[Any]]:
+        """The bytes of the file, decompressed where its name ends in .gz, .zst or .zstd, in any case.
+
+        Raises DataError where they begin as those of no text, EOFError for an empty compressed file, and
+        what the libraries raise for a corrupt one.
+        """
+        with self._opened() as stream:
+            head = stream.peek(HEAD_BYTES)[:HEAD_BYTES]
+            require_text(head, self.location)
+            require_plain(head, self.location, 0)
+            yield stream
+
+    @contextmanager
+    def _opened(self) -> Iterator[io.BufferedReader[Any]]:
+        name = self.location.lower()
+        if is_compressed(name) and not Path(self.location).stat().st_size:
+            raise EOFError("it is empty")  # the libraries would read it as a file without text
+        with io.BufferedReader(_ReportedFile(self), CHUNK_BYTES) as raw:
+            if name.endswith(".gz"):
+                with gzip.GzipFile(fileobj=raw) as unpacked:
+                    yield io.BufferedReader(unpacked, CHUNK_BYTES)
+            elif is_compressed(name):
+                # zstandard's stream reader does not detect a truncated file; pyarrow's does.
+                import pyarrow
+
+                yield io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), CHUNK_BYTES)
+            else:
+                yield raw
+            while raw.read(CHUNK_BYTES):  # what a decompressor leaves is a part of the digest, too
+                pass
 
 
 class _ReportedFile(io.FileIO):
     """A file that reports what is read from it, also below a decompressor."""
 
-    def __init__(self, path: Path, read: BytesRead) -> None:
-        super().__init__(path, "rb")
-        self._read = read
+    def __init__(self, file: TextInput) -> None:
+        super().__init__(file.location, "rb")
+        self._file = file
 
     def readinto(self, buffer: Any) -> int | None:
         length = super().readinto(buffer)
-        self._read.add(memoryview(buffer)[:length])
+        self._file.add(memoryview(buffer)[:length])
         return length
-
-
-@contextmanager
-def open_bytes(path: Path, read: BytesRead) -> Iterator[io.BufferedReader[Any]]:
-    """The bytes of a file, decompressed where its name ends in .gz, .zst or .zstd, in any case.
-
-    Raises EOFError for an empty compressed file, and what the libraries raise for a corrupt one.
-    """
-    if is_compressed(path.name) and not path.stat().st_size:
-        raise EOFError("it is empty")  # the libraries would read it as a file without text
-    with io.BufferedReader(_ReportedFile(path, read), CHUNK_BYTES) as raw:
-        if path.suffix.lower() == ".gz":
-            with gzip.GzipFile(fileobj=raw) as unpacked:
-                yield io.BufferedReader(unpacked, CHUNK_BYTES)
-        elif is_compressed(path.name):
-            # zstandard's stream reader does not detect a truncated file; pyarrow's does.
-            import pyarrow
-
-            yield io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), CHUNK_BYTES)
-        else:
-            yield raw
-        while raw.read(CHUNK_BYTES):  # what a decompressor leaves is a part of the digest, too
-            pass

@@ -10,7 +10,7 @@ from forge.core.errors import ConfigError, DataError
 from forge.core.files import grouped, utf8_bytes
 from forge.core.paths import MANIFEST, tokenizer_folder, tokens_folder
 from forge.core.terminal import say
-from forge.core.tokenize_settings import TOKEN_FORMATS
+from forge.core.text_formats import TOKEN_FORMATS
 from forge.data import content_ids, corpus, model
 from forge.data.corpus import InputFile
 from forge.data.encoders import BATCH_BYTES, Unencodable, reference_encoder

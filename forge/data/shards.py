@@ -31,9 +31,9 @@ from forge.core.files import (
 )
 from forge.core.paths import MANIFEST
 from forge.core.records import Record, RecordPart
-from forge.core.tokenize_settings import TOKEN_DTYPES, UNRECORDED_DTYPE
+from forge.core.text_formats import READINGS, UNRECORDED_DTYPE, misread
+from forge.core.tokenize_settings import TOKEN_DTYPES
 from forge.data import token_readings
-from forge.data.formats import READINGS, misread
 
 Kind = Literal["shards", "inputs"]
 

@@ -24,13 +24,12 @@ import numpy as np
 
 from forge.core.errors import DataError
 from forge.core.files import disk_trouble
-from forge.core.tokenize_settings import TOKEN_FORMATS, UNRECORDED_DTYPE, Tokenize
+from forge.core.text_formats import TOKEN_FORMATS, UNRECORDED_DTYPE
+from forge.core.tokenize_settings import Tokenize
 from forge.data import token_headers, token_readings
 from forge.data.corpus import InputFile
 from forge.data.token_readings import PlainIds
 
-DATA_SUFFIX = {"nanogpt": ".bin", "megatron": ".bin", "dolma": ".npy"}
-INDEX_SUFFIX = {"megatron": ".idx", "dolma": ".csv.gz"}
 COMPRESSIONS = ("gz", "zst", "xz", "bz2", "lz4", "zip")
 CHUNK_TOKENS = 2**20
 # A document is held in memory. Of more tokens than this, the wrong id was taken for the end of text.
@@ -52,7 +51,7 @@ def data_files(files: list[InputFile], settings: Tokenize) -> list[InputFile]:
     input holds ids."""
     if settings.format not in TOKEN_FORMATS:
         return files
-    suffix = DATA_SUFFIX[settings.format]
+    suffix = TOKEN_FORMATS[settings.format].ending
     matching = [file for file in files if file.path.suffix == suffix]
     _refuse_compressed(files, suffix)
     if not matching:
@@ -83,11 +82,9 @@ def with_index(files: list[InputFile], settings: Tokenize) -> list[InputFile]:
 
 
 def _index(file: InputFile, kind: str) -> Iterator[InputFile]:
-    if kind not in INDEX_SUFFIX:
-        return
-    suffix = INDEX_SUFFIX[kind]
+    suffix = TOKEN_FORMATS[kind].beside if kind in TOKEN_FORMATS else ""
     path = file.path.with_suffix(suffix)
-    if path.is_file():
+    if suffix and path.is_file():
         name = file.name.removesuffix(file.path.suffix) + suffix
         yield InputFile(name, str(path), path.stat().st_size)
 

@@ -34,7 +34,8 @@ from forge.core.paths import MANIFEST, STATISTICS, tokenizer_folder, tokens_fold
 from forge.core.process import stop_with_parent
 from forge.core.records import RecordPart
 from forge.core.terminal import progress, say
-from forge.core.tokenize_settings import TOKEN_FORMATS, UNRECORDED_DTYPE, Tokenize
+from forge.core.text_formats import READINGS, TOKEN_FORMATS, UNRECORDED_DTYPE, new_readings
+from forge.core.tokenize_settings import Tokenize
 from forge.data import content_ids, corpus, lossy_tokenizer, token_files
 from forge.data.corpus import InputFile
 from forge.data.encoders import (
@@ -47,7 +48,6 @@ from forge.data.encoders import (
     reference_encoder,
     refuse_end,
 )
-from forge.data.formats import READINGS, new_readings
 from forge.data.inputs import corpus_files
 from forge.data.lost_text import LossCounter, Spelling, keeps_all_text
 from forge.data.shards import (

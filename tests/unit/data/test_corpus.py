@@ -17,6 +17,7 @@ from forge.core.files import digest_file
 from forge.core.tokenize_settings import Tokenize
 from forge.data import corpus, decoding, parquet_pages
 from forge.data.input_bytes import CHUNK_BYTES
+from forge.data.text_formats import text as text_reader
 
 
 def listed(*inputs: object) -> list[str]:
@@ -124,7 +125,7 @@ def test_a_text_file_is_one_document(tmp_path: Path) -> None:
 def test_documents_do_not_depend_on_how_the_file_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr(corpus, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(text_reader, "CHUNK_BYTES", chunk_bytes)
     text = "\ufeffeins ü---zwei 世界--- ---drei 🙂-----vier--"
     path = write(tmp_path / "a.txt", text)
     assert read(path, document_separator="---") == ["eins ü", "zwei 世界", "drei 🙂", "--vier--"]
@@ -152,7 +153,7 @@ def test_a_document_beyond_the_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decoding, "MAX_DOCUMENT_BYTES", 2**20)
-    monkeypatch.setattr(corpus, "CHUNK_BYTES", 2**16)
+    monkeypatch.setattr(text_reader, "CHUNK_BYTES", 2**16)
     path = write(tmp_path / "a.txt", "x\n" * 2**20)
     with pytest.raises(DataError, match=r"a\.txt has a document of more than 1 MiB") as caught:
         read(path)
@@ -165,7 +166,7 @@ def test_a_document_beyond_the_limit_is_refused(
 def test_invalid_utf8_is_named_by_its_offset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, suffix: str
 ) -> None:
-    monkeypatch.setattr(corpus, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(text_reader, "CHUNK_BYTES", chunk_bytes)
     data = "grün ".encode() + b"\xff bad \xfe"
     path = write(tmp_path / f"a.txt{suffix}", packed(data, suffix))
     with pytest.raises(DataError, match=r"a\.txt.* is not UTF-8 at byte offset 6 \(0xff\)"):
