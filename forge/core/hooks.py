@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import pluggy
 
 from forge.core.errors import ConfigError
+from forge.core.text_formats import TextFormat
 
 if TYPE_CHECKING:
     from forge.core.config import Config, ResolvedConfig
@@ -38,9 +39,10 @@ PROJECT = "forge"
 FOLDER = Path(__file__).parents[1] / "plugins"
 NAME = r"[a-z][a-z0-9_]{0,39}"  # of a plugin, and of a key of one
 # Hooks that a plugin of a project may implement. A run is bound to the digest of one that has its
-# architecture or its optimizer (`content_ids.used_plugins`), and to no other.
+# architecture or its optimizer (`content_ids.used_plugins`), tokens to that of one that has their text
+# format, and to no other.
 OF_PROJECTS = {
-    *("architectures", "optimizers", "trackers", "node_checks"),
+    *("architectures", "optimizers", "text_formats", "trackers", "node_checks"),
     *("rule_file", "wanted_files"),
 }
 hook = pluggy.HookimplMarker(PROJECT)
@@ -89,6 +91,12 @@ class Hooks:
     def optimizers(self) -> Mapping[str, Optimizer]:
         """Values of `train.optimizer`; `Optimizer.module` names the module with the update, which only
         ranks import, and whose contract is in `forge.trainer.optimizers`. For plugins of a project."""
+        raise NotImplementedError
+
+    @_specified
+    def text_formats(self) -> Mapping[str, TextFormat]:
+        """Values of `tokenize.format`; `TextFormat.module` names the module with the reader, whose
+        contract is in `forge.data.text_formats`. For plugins of a project."""
         raise NotImplementedError
 
     @_specified
@@ -255,6 +263,7 @@ def _call() -> Any:
 # What plugins of the project have, with the plugin that has it.
 _architectures: dict[str, tuple[str, type[Model]]] = {}
 _optimizers: dict[str, tuple[str, Optimizer]] = {}
+_text_formats: dict[str, tuple[str, TextFormat]] = {}
 _trackers: dict[str, type[Section]] = {}
 _node_checks: list[tuple[str, Callable[[], Check]]] = []
 _rule_files: list[Path] = []
@@ -262,7 +271,7 @@ _of_project: dict[str, Any] = {}  # all hooks of a plugin, as `_call` gives them
 
 
 def register(name: str, module: ModuleType, taken: Collection[str]) -> None:
-    """Take up a plugin of the project. taken: architectures and optimizers of Forge.
+    """Take up a plugin of the project. taken: architectures, optimizers and formats of Forge.
 
     Raises pluggy.PluginValidationError for a function that is marked as a hook and is none of `Hooks`, or
     takes other arguments; TypeError for a value that its hook does not have; ValueError for other hooks,
@@ -279,9 +288,12 @@ def register(name: str, module: ModuleType, taken: Collection[str]) -> None:
     models = _named(own.hook.architectures(), "architectures", type)
     updates = _named(own.hook.optimizers(), "optimizers", tuple)
     sent_to = _named(own.hook.trackers(), "trackers", type)
-    for key in (*models, *updates):
-        if key in {*taken, *_architectures, *_optimizers}:
+    readers = _named(own.hook.text_formats(), "text_formats", TextFormat)
+    for key in (*models, *updates, *readers):
+        if key in {*taken, *_architectures, *_optimizers, *_text_formats}:
             raise ValueError(f"the name {key} is taken, by Forge or by another plugin")
+    for key, reader in readers.items():
+        reader.check_of_plugin(key)
     for key, section in sent_to.items():
         if key in _trackers or not re.fullmatch(NAME, key):
             raise ValueError(f"trackers: the name {key} is taken by another plugin, or no name")
@@ -296,6 +308,7 @@ def register(name: str, module: ModuleType, taken: Collection[str]) -> None:
         raise ValueError(f"rule_file: {wrong[0]} is no file beside its hooks")
     _architectures.update({key: (name, model) for key, model in models.items()})
     _optimizers.update({key: (name, one) for key, one in updates.items()})
+    _text_formats.update({key: (name, one) for key, one in readers.items()})
     _trackers.update(sent_to)
     _node_checks.extend((name, one) for one in checks)
     _rule_files.extend(rules)
@@ -342,6 +355,11 @@ def architectures() -> dict[str, tuple[str, type[Model]]]:
 def optimizers() -> dict[str, tuple[str, Optimizer]]:
     """Value of `train.optimizer` -> the plugin of the project that has it, and what is known of it."""
     return dict(_optimizers)
+
+
+def text_formats() -> dict[str, tuple[str, TextFormat]]:
+    """Value of `tokenize.format` -> the plugin of the project that has it, and what is known of it."""
+    return dict(_text_formats)
 
 
 def trackers() -> dict[str, type[Section]]:

@@ -3,9 +3,9 @@
 `plugins` in the config of the project, or in the file that a user names, is trusted as `program` is:
 `read` keeps a copy of each file, directory or installed package below COPIES, and imports that copy. A
 config that was recorded (config.json of a run, a checkpoint, a statement) has names and digests in
-`ids.plugins`, which name nothing else than such a copy: `use` imports it, or refuses it by name before
-any import. So a directory of somebody else imports nothing, and an edit does not change a job that waits
-in the queue.
+`ids.plugins`, and of a text format in `tokenize.format`, which name nothing else than such a copy: `use`
+imports it, or refuses it by name before any import. So a directory of somebody else imports nothing, and
+an edit does not change a job that waits in the queue.
 
 The bytes that are digested are those that run: sources are compiled from memory, and `__pycache__` is
 neither read nor written.
@@ -306,25 +306,26 @@ def _import(name: str, digest: str, files: Mapping[str, bytes]) -> None:
     """Import a plugin and take up its hooks. Raises ConfigError with the place of an error in it."""
     from forge.core.models.architectures import ARCHITECTURES
     from forge.core.optimizers import OPTIMIZERS
+    from forge.core.text_formats import AUTO, FORMATS
 
     package = f"{PACKAGE}{name}"
     finder = _Sources(package, folder_of(digest), files)
     sys.meta_path.append(finder)
     try:
         module = importlib.import_module(f"{package}.{HOOKS}")
-        hooks.register(name, module, {*ARCHITECTURES, *OPTIMIZERS})
+        hooks.register(name, module, {*ARCHITECTURES, *OPTIMIZERS, AUTO, *FORMATS})
     except (Exception, SystemExit) as err:
         sys.meta_path.remove(finder)
         for known in [m for m in sys.modules if m.partition(".")[0] == package]:
             del sys.modules[known]
         raise ConfigError(
-            f"the plugin {name} cannot be imported: {type(err).__name__}: {err}{_place(err)}",
+            f"the plugin {name} cannot be imported: {type(err).__name__}: {err}{place(err)}",
             fix=f"correct its code; docs/plugins/own.md has what a {HOOKS} module may have",
         ) from None
 
 
-def _place(err: BaseException) -> str:
-    """The last line of a plugin's own code in a traceback."""
+def place(err: BaseException) -> str:
+    """The last line of a plugin's own code in a traceback, for an error; "" where there is none."""
     own = [
         frame
         for frame in traceback.extract_tb(err.__traceback__)

@@ -13,12 +13,21 @@ class TextFormat(NamedTuple):
     endings: tuple[str, ...] = ()
     """Ends of the names by which `auto` finds it: in lower case, without .gz or .zst."""
     module: str = ""
-    """The module with `documents`; "" for that of Forge."""
+    """The module with `documents`, imported where text is read; "" for that of Forge."""
     is_divisible: bool = False
     """`tokenize.document_separator` cuts its files."""
     mark: str = ""
     """Word in the ids of what is made of its files; only of a format whose files `auto` once took for
     text."""
+
+    def check_of_plugin(self, name: str) -> None:
+        """Raise ValueError for what a plugin of a project cannot have. What `auto` reads does not depend
+        on the project that reads it."""
+        if self.endings or self.mark or not self.module or not re.fullmatch(NAME, name):
+            raise ValueError(
+                f"text_formats: {name} is {self!r:.200}: a plugin's has a module, neither endings nor a"
+                " mark, and a name of small letters, digits and _"
+            )
 
 
 class TokenFormat(NamedTuple):
@@ -48,6 +57,10 @@ TOKEN_FORMATS = {name: one for name, one in FORMATS.items() if isinstance(one, T
 UNRECORDED_DTYPE = [name for name, one in TOKEN_FORMATS.items() if not one.records_dtype]
 BY_ENDING = {end: name for name, one in TEXT_FORMATS.items() for end in one.endings}
 
+NAME = "[a-z][a-z0-9_]{0,39}"  # of a plugin, and of a format of one
+# `FORMAT@PLUGIN:DIGEST`, the value of tokenize.format for a plugin's in a config that was read, and so in
+# content ids, manifests and statements.
+OF_PLUGIN = re.compile(f"({NAME})@({NAME}):([0-9a-f]{{64}})")
 COMPRESSED = (".gz", ".zst", ".zstd")  # in any case
 READINGS = "readings"  # key in the settings of a manifest of tokens: all words of `new_readings`
 # Read as text by earlier versions: archives, and what is compressed.

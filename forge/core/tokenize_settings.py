@@ -5,12 +5,21 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_args
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import (
+    Field,
+    SerializeAsAny,
+    SerializerFunctionWrapHandler,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_serializer,
+    model_validator,
+)
 
+from forge.core import hooks, project_plugins
 from forge.core.mix import STEP
 from forge.core.models.base import HUB_NAME
 from forge.core.section import FREE, FilePath, Section, later
-from forge.core.text_formats import AUTO, FORMATS
+from forge.core.text_formats import AUTO, FORMATS, OF_PLUGIN
 from forge.core.values import shown
 
 # Part of names of metrics, too.
@@ -23,10 +32,26 @@ UNNAMED = ("fast", "max_lost")
 MAX_LOST = 0.2
 TokenDtype = Literal["uint16", "uint32", "int32", "int64"]
 TOKEN_DTYPES = get_args(TokenDtype)
+
+
+def _is_known(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
+    """Read a format. One of a plugin is read as the digest that is in use, and a recorded one stays:
+    `data.corpus` imports its copy where text is read, and nothing else does."""
+    if isinstance(value, str) and OF_PLUGIN.fullmatch(value):
+        return value
+    of_plugins = hooks.text_formats()
+    if value in [*of_plugins]:  # a list: the value may be one that cannot be hashed
+        plugin = of_plugins[value][0]
+        return f"{value}@{plugin}:{project_plugins.used()[plugin]}"
+    if value not in [AUTO, *FORMATS]:
+        raise ValueError(f"must be one of {', '.join((AUTO, *FORMATS, *of_plugins))}")
+    return read(value)
+
+
 if TYPE_CHECKING:
     FormatName = str
 else:
-    FormatName = Literal[(AUTO, *FORMATS)]
+    FormatName = SerializeAsAny[Annotated[Literal[(AUTO, *FORMATS)], WrapValidator(_is_known)]]
 
 
 class Tokenizer(Section):

@@ -10,7 +10,6 @@ import tokenize as python_source
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from stat import S_ISREG
@@ -18,13 +17,17 @@ from typing import NamedTuple
 
 import blake3
 
-from forge.core.errors import ConfigError, DataError
+from forge.core import hooks, project_plugins
+from forge.core.config import use_recorded
+from forge.core.errors import ConfigError, DataError, ForgeError
 from forge.core.terminal import say, say_once
 from forge.core.text_formats import (
     AUTO,
     BY_ENDING,
+    OF_PLUGIN,
     TEXT,
     TEXT_FORMATS,
+    TextFormat,
     ending,
     format_by_name,
     is_compressed,
@@ -361,7 +364,7 @@ def read_documents(
     path, kind = file.location, _kind_of(file.location, settings)
     utf8 = Utf8(path, settings.invalid_utf8, warn)
     opened = TextInput(path, file.size, kind, settings, utf8, consumed, hasher)
-    with _read_trouble(path):
+    with _read_trouble(path, kind):
         for document in _documents(opened, file.name):
             if document and not document.isspace():
                 require_characters(document, path)
@@ -375,31 +378,63 @@ def _documents(file: TextInput, name: str) -> Iterator[str]:
         yield from _stdlib_documents(name, Path(file.location))
         file.consumed(file.size)
     else:
-        yield from _reader(file.kind)(file)
+        yield from reader(file.kind)(file)
 
 
 def is_divisible(file: InputFile, settings: Tokenize) -> bool:
     """Return whether `document_separator` divides the file: text, but no module of the standard
     library."""
-    one = TEXT_FORMATS[_kind_of(file.location, settings)]
-    return one.is_divisible and not file.name.startswith(STDLIB)
+    kind = _kind_of(file.location, settings)
+    return text_format(kind).is_divisible and not file.name.startswith(STDLIB)
 
 
 def _kind_of(path: str, settings: Tokenize) -> str:
     return format_by_name(path) if settings.format == AUTO else settings.format
 
 
-@cache
-def _reader(kind: str) -> Callable[[TextInput], Iterator[str]]:
-    """The function `documents` of the reader of a format."""
-    module = TEXT_FORMATS[kind].module or f"forge.data.text_formats.{kind}"
-    documents: Callable[[TextInput], Iterator[str]] = import_module(module).documents
+def text_format(kind: str) -> TextFormat:
+    """The entry of a format other than `auto`. Imports the plugin that has it. Raises ConfigError where
+    the project does not have that plugin, with that digest."""
+    match = OF_PLUGIN.fullmatch(kind)
+    if match is None:
+        return TEXT_FORMATS[kind]
+    name, plugin, digest = match.groups()
+    if project_plugins.used().get(plugin) != digest:
+        use_recorded({plugin: digest}, f"the format {name}")
+    has_it, found = hooks.text_formats().get(name, ("", None))
+    if has_it != plugin or found is None:
+        raise ConfigError(f"the plugin {plugin} (digest {digest[:12]}) has no text format {name}")
+    return found
+
+
+def reader(kind: str) -> Callable[[TextInput], Iterator[str]]:
+    """The function `documents` of a format other than `auto`. Raises ConfigError as `text_format`, and
+    for a module of a plugin that cannot be imported."""
+    module = text_format(kind).module or f"forge.data.text_formats.{kind}"
+    try:
+        documents: Callable[[TextInput], Iterator[str]] = import_module(module).documents
+    except (Exception, SystemExit) as err:
+        if not OF_PLUGIN.fullmatch(kind):
+            raise
+        raise ConfigError(
+            f"the reader of the format {kind} cannot be imported: {type(err).__name__}: {err}"
+            f"{project_plugins.place(err)}",
+            fix="correct the code of the plugin; docs/plugins/own.md has what it needs",
+        ) from None
     return documents
 
 
+def import_plugin(settings: Tokenize) -> None:
+    """Import the reader of a plugin, before anything is made with it and before processes are forked.
+    Raises ConfigError as `reader`."""
+    if OF_PLUGIN.fullmatch(settings.format):
+        reader(settings.format)
+
+
 @contextmanager
-def _read_trouble(path: str) -> Iterator[None]:
-    """Turn errors of a corrupt compressed file or an unreadable one into a DataError that names it."""
+def _read_trouble(path: str, kind: str) -> Iterator[None]:
+    """Turn errors of a corrupt compressed file or an unreadable one, and of a plugin's reader, into a
+    DataError that names the file."""
     try:
         yield
     except (EOFError, zlib.error) as err:
@@ -408,6 +443,15 @@ def _read_trouble(path: str) -> Iterator[None]:
         if err.errno is None:  # gzip and pyarrow raise it for corrupt contents
             raise corrupt(path, err) from None
         raise DataError(f"cannot read {path}: {err.strerror}", fix="make it readable") from None
+    except Exception as err:
+        if isinstance(err, ForgeError) or not OF_PLUGIN.fullmatch(kind):
+            raise
+        raise DataError(
+            f"cannot read {path} as {kind.partition('@')[0]}: {type(err).__name__}: {err}"
+            f"{project_plugins.place(err)}",
+            cause="a fault of the plugin that has the format, or a file that it did not expect",
+            fix="correct the code of the plugin, which gives other tokens, or the file",
+        ) from None
 
 
 def _stdlib_documents(name: str, path: Path) -> Iterator[str]:

@@ -99,6 +99,7 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
         token_files.refuse_other_readings(files, config.tokenize, **limits)
         say(f"tokens {folder.name}: nothing to do")
         return folder
+    corpus.import_plugin(config.tokenize)
     lossy_tokenizer.check_sample(config, tokenizer, files)
     if warning := token_files.warning(files, config.tokenize, tokenizer.vocab_size):
         say(warning)

@@ -84,6 +84,7 @@ def fresh_process() -> Iterator[None]:
         mock.patch.object(hooks, "_node_checks", []),
         mock.patch.object(hooks, "_rule_files", []),
         mock.patch.object(hooks, "_of_project", {}),
+        mock.patch.object(hooks, "_text_formats", {}),
     ):
         yield
     sys.meta_path[:] = finders

@@ -169,7 +169,10 @@ def _config(
         "results": str(place / "results"),
     }
     try:
-        return content_ids.resolve(checked(Config, made, "the statement"))
+        config = checked(Config, made, "the statement")
+        for settings in config.tokenize.corpora.values():
+            corpus.import_plugin(settings)
+        return content_ids.resolve(config)
     except ForgeError as err:
         raise VerificationError(f"this Forge cannot make the tokens again: {err.what}") from None
 
