@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import yaml
 from support.project_plugin import HOOKS, LAYERS, write_documented, write_plugin
+from support.repository import REPOSITORY
+from support.wet import wet_gz
 
 from forge.core.files import read_json
 from forge.trainer.models.llama_decoder import LlamaDecoder
@@ -16,9 +19,11 @@ from tools.slurm_cluster.cluster import Cluster
 from .job_run import PAUSE, Uninterrupted, paused, preempt
 from .project import Project
 
+NewProject = Callable[..., Project]
+
 
 def test_plugin_that_is_edited_at_noon_is_as_it_was_for_a_job_that_is_requeued_at_night(
-    new_project: Callable[..., Project],
+    new_project: NewProject,
     tiny_config: Path,
     cluster: Cluster,
     uninterrupted: Uninterrupted,
@@ -90,3 +95,32 @@ def test_rule_and_tracker_of_the_project_are_as_they_were_submitted(
     lines = (project.folder / "lab.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [*range(len(table) + 1)]
     assert run.events("plugins")[0]["used"].keys() == {"losses", "lab_file"}
+
+
+def test_text_format_that_is_edited_while_its_job_waits_is_as_it_was_submitted(
+    new_project: NewProject, cluster: Cluster
+) -> None:
+    corpus = {"inputs": ["crawl"], "format": "wet", "val_fraction": 0.2}
+    project = new_project(values={"plugins": ["plugins/wet"], "data": "data", "tokenize": corpus})
+    profile = project.profile_folder / "config.yaml"
+    values = yaml.safe_load(profile.read_text())
+    extra = f"--hold --exclude={','.join(project.excluded())}"
+    values["set-resources"]["tokenize"] = {"slurm_extra": f"'{extra}'"}
+    profile.write_text(yaml.safe_dump(values))
+    wet = project.folder / "plugins/wet"
+    shutil.copytree(REPOSITORY / "examples/plugins/wet", wet)
+    (project.folder / "crawl").mkdir()
+    pages = [f"page {number} " + "words of it " * 20 for number in range(60)]
+    (project.folder / "crawl/a.warc.wet.gz").write_bytes(wet_gz(pages))
+    command = project.start()
+    job = project.wait_for_job()
+    [copy] = (project.folder / ".snakemake/forge/plugins").iterdir()
+    for name in ("hooks", "reader"):
+        (wet / f"{name}.py").write_text("raise RuntimeError('edited while it waits')")
+    cluster.run("scontrol", "release", job)
+    assert project.end(command) == 0, project.said()
+    config = read_json(project.run().paths.config)
+    assert config["tokenize"]["format"] == f"wet@wet:{copy.name}"
+    tokens = read_json(project.folder / f"data/tokens/{config['ids']['tokens']}/manifest.json")
+    assert tokens["settings"]["format"] == f"wet@wet:{copy.name}"
+    assert sum(total["documents"] for total in tokens["totals"].values()) == len(pages)
