@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import pluggy
 
 from forge.core.errors import ConfigError
-from forge.core.text_formats import TextFormat
+from forge.core.text_formats import NAME, TextFormat
 
 if TYPE_CHECKING:
     from forge.core.config import Config, ResolvedConfig
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 PROJECT = "forge"
 FOLDER = Path(__file__).parents[1] / "plugins"
-NAME = r"[a-z][a-z0-9_]{0,39}"  # of a plugin, and of a key of one
 # Hooks that a plugin of a project may implement. A run is bound to the digest of one that has its
 # architecture or its optimizer (`content_ids.used_plugins`), tokens to that of one that has their text
 # format, and to no other.

@@ -57,7 +57,7 @@ TOKEN_FORMATS = {name: one for name, one in FORMATS.items() if isinstance(one, T
 UNRECORDED_DTYPE = [name for name, one in TOKEN_FORMATS.items() if not one.records_dtype]
 BY_ENDING = {end: name for name, one in TEXT_FORMATS.items() for end in one.endings}
 
-NAME = "[a-z][a-z0-9_]{0,39}"  # of a plugin, and of a format of one
+NAME = "[a-z][a-z0-9_]{0,39}"  # of a plugin, and of a key or a format of one
 # `FORMAT@PLUGIN:DIGEST`, the value of tokenize.format for a plugin's in a config that was read, and so in
 # content ids, manifests and statements.
 OF_PLUGIN = re.compile(f"({NAME})@({NAME}):([0-9a-f]{{64}})")

@@ -13,7 +13,8 @@ import numpy as np
 
 from forge.core.errors import DataError
 from forge.core.files import grouped
-from forge.core.tokenize_settings import TOKEN_FORMATS, Tokenize
+from forge.core.text_formats import TOKEN_FORMATS
+from forge.core.tokenize_settings import Tokenize
 from forge.data import corpus
 from forge.data.corpus import STDLIB, InputFile
 from forge.data.shards import InputEntry, Shard, ShardSet
