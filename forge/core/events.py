@@ -143,7 +143,7 @@ class Launch(Event):
 
     @property
     def log_prefix(self) -> str:
-        """As `LaunchSpec.log_prefix`."""
+        """Prefix of the log names of this launch, as `LaunchSpec` has it."""
         return f"{self.job}.{self.restart}" if self.job else f"local.{self.launch}"
 
 

@@ -66,7 +66,7 @@ def best_interval(*, stall: float, between_events: float, saved_share: float = 0
 
 
 class SaveTimes:
-    """What saves of a run cost: those of this launch (`own`, to which it appends each), or the last ones
+    """Cost of the saves of a run: of this launch's (`own`, to which it appends each), or of the last ones
     before it until there is one."""
 
     def __init__(self, log: Iterable[Event] = ()) -> None:

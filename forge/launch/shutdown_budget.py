@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,11 +44,10 @@ class ShutdownBudget:
     _warned: float = field(default=0.0, init=False)
 
     @classmethod
-    def of(
-        cls, spec: LaunchSpec, num_weights: int, saves: SaveTimes, *, steps_ahead: int = 0
-    ) -> ShutdownBudget:
+    def of(cls, spec: LaunchSpec, num_weights: int, *, steps_ahead: int = 0) -> ShutdownBudget:
         """The budget when a launch begins: the windows of machine.yaml and the end of the job."""
         task, machine, job = spec.train_task, spec.machine, spec.job
+        log = events.read(RunPaths(Path(spec.run)).events)
         windows = {"stop_grace_sec": machine.stop_grace_sec}
         if job and machine.slurm.warn_sec:
             windows["slurm.warn_sec"] = machine.slurm.warn_sec - SLURM_LATE_SEC
@@ -64,8 +63,8 @@ class ShutdownBudget:
             windows,
             task.deadline,
             read_deadline,
-            saves=saves,
-            estimated_save_sec=_estimated_save_sec(spec, num_weights),
+            saves=SaveTimes(log),
+            estimated_save_sec=_estimated_save_sec(log, spec.nodes, num_weights),
             in_flight=machine.async_save,
             steps_ahead=steps_ahead,
         )
@@ -114,9 +113,9 @@ class ShutdownBudget:
         )
 
 
-def _estimated_save_sec(spec: LaunchSpec, num_weights: int) -> float:
+def _estimated_save_sec(log: Sequence[events.Event], nodes: int, num_weights: int) -> float:
     """Seconds of the first save of a run, from the rate that preflight has measured."""
-    preflight = events.last(events.read(RunPaths(Path(spec.run)).events), events.Preflight)
+    preflight = events.last(log, events.Preflight)
     measured = preflight.bytes_per_sec if isinstance(preflight, events.Preflight) else None
     rate = OF_MEASURED_RATE * measured if measured else UNMEASURED_RATE
-    return UNMEASURED_SEC + BYTES_OF_WEIGHT * num_weights / (spec.nodes * rate)
+    return UNMEASURED_SEC + BYTES_OF_WEIGHT * num_weights / (nodes * rate)

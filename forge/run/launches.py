@@ -105,7 +105,7 @@ class LaunchHistory:
 
     @property
     def outcome(self) -> str:
-        """How it ended, for people."""
+        """End of the launch, for people."""
         if self.ending:
             return ": ".join(filter(None, (self.ending.words, self.ending.reason)))
         return "no end recorded: it still runs or was killed" if self.is_last else "cut off"

@@ -14,7 +14,6 @@ from forge.checkpoint.async_saver import Saver
 from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.errors import Exit, TrainingError
-from forge.core.goodput import SaveTimes
 from forge.core.paths import RunPaths
 from forge.core.provenance import versions
 from forge.core.terminal import say
@@ -65,9 +64,6 @@ class Trainer:
 
         self.step = start.step  # completed steps, those whose results are not read yet included
         self.saved_step = start.step  # of the newest checkpoint, whose save may be in progress
-        self.saves = SaveTimes(events.read(paths.events))
-        known = spec.train_task.interruptions
-        self.clock = SaveClock(self.settings.checkpoint_minutes, known, self.saves)
         self.lr = self.settings.lr  # of the last step whose result is read
         self.skipped = start.skipped()
         # A GPU always has the next step to compute while the host reads the results of the step before.
@@ -89,9 +85,9 @@ class Trainer:
             world_size=world.rank.world_size,
             peak_flops=metrics.peak_flops(device_name(world.device)),
         )
-        self.budget = ShutdownBudget.of(
-            spec, self.num_parameters, self.saves, steps_ahead=self.most_launched
-        )
+        self.budget = ShutdownBudget.of(spec, self.num_parameters, steps_ahead=self.most_launched)
+        known = spec.train_task.interruptions
+        self.clock = SaveClock(self.settings.checkpoint_minutes, known, self.budget.saves)
         self.progress = RankProgress(
             spec.directory, f"train {config.run}", self.settings.max_steps, "steps"
         )
@@ -296,7 +292,7 @@ class Trainer:
         )
         self._record(save)
         say(f"step {done.step}: committed {done.checkpoint.folder}")
-        self.saves.own.append(save)
+        self.budget.saves.own.append(save)
         self._tell_interval()
         if warning := self.budget.warning():
             self._record(events.Budget(needed=round(self.budget.needed, 1)))

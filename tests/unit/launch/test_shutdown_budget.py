@@ -2,13 +2,11 @@
 
 import re
 import time
-from pathlib import Path
 
 import pytest
 from support import happenings
 
 from forge.core import events
-from forge.core.goodput import SaveTimes
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process
@@ -65,12 +63,6 @@ def test_the_same_need_is_reported_once_and_a_greater_one_again():
     assert "stop_grace_sec gives 60 s, slurm.warn_sec gives 30 s" in told
 
 
-def budget_of(spec, num_weights):
-    return ShutdownBudget.of(
-        spec, num_weights, SaveTimes(events.read(RunPaths(Path(spec.run)).events))
-    )
-
-
 def spec_of(run, nodes=1, **task):
     values = {"step": 0, "started": time.time(), "staged": {}, "shared": "", "deadline": None}
     return LaunchSpec(
@@ -82,7 +74,7 @@ def spec_of(run, nodes=1, **task):
 
 def test_the_first_save_of_a_run_is_guessed_from_the_size_of_the_model_and_the_nodes(tmp_path):
     def needed(num_weights, nodes):
-        return budget_of(spec_of(tmp_path, nodes), num_weights).needed
+        return ShutdownBudget.of(spec_of(tmp_path, nodes), num_weights).needed
 
     assert needed(10**6, 1) < 15
     assert 120 < needed(10**9, 1) < 200
@@ -92,7 +84,7 @@ def test_the_first_save_of_a_run_is_guessed_from_the_size_of_the_model_and_the_n
 
 def test_the_first_save_is_expected_at_half_the_rate_that_preflight_has_measured(tmp_path):
     def needed():
-        return budget_of(spec_of(tmp_path), 10**9).needed
+        return ShutdownBudget.of(spec_of(tmp_path), 10**9).needed
 
     unmeasured = needed()
     events.record(RunPaths(tmp_path).events, happenings.preflight(bytes_per_sec=None))
@@ -105,7 +97,7 @@ def test_a_launch_expects_saves_as_slow_as_the_last_ones_of_the_run(tmp_path):
     for seconds in (900.0, 30.0, 60.0, 40.0):
         save = events.Save(step=1, seconds=seconds, stall=0.1, bytes=10**9)
         events.record(RunPaths(tmp_path).events, save)
-    needed = budget_of(spec_of(tmp_path), 70 * 10**9).needed
+    needed = ShutdownBudget.of(spec_of(tmp_path), 70 * 10**9).needed
     assert needed == pytest.approx(60 * shutdown_budget.MARGIN + shutdown_budget.MARGIN_SEC)
 
 
@@ -135,6 +127,6 @@ def test_a_limit_of_ones_own_holds_though_the_job_may_continue(tmp_path, monkeyp
     job = slurm.Job("42", "RUNNING", 0, ("n1",), 1, "gpu", "x", True, now + 10_000)
     monkeypatch.setattr(slurm, "show_job", lambda *_, **__: job)
     spec = spec_of(tmp_path, deadline=now + 3, own_deadline=now + 3)
-    assert budget_of(spec, 10).is_due()
+    assert ShutdownBudget.of(spec, 10).is_due()
     spec = spec.model_copy(update={"task": spec.task.model_copy(update={"own_deadline": None})})
-    assert not budget_of(spec, 10).is_due()
+    assert not ShutdownBudget.of(spec, 10).is_due()
