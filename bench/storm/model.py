@@ -27,10 +27,10 @@ class Fit:
 
 
 def fit(raws: Sequence[Raw], *, without_queue: bool = False) -> Fit | None:
-    """Of these storms; None without an event after which the run trained again.
+    """Of these storms; None without an event after which the run went on.
 
-    An event is saved where no step was trained again. R is the mean time without a useful step of saved
-    events, without the steps trained again of the others where none is; D what the others lack more
+    An event is saved where no step was retrained. R is the mean time without a useful step of saved
+    events, without the steps retrained of the others where none is; D what the others lack more
     than half an interval. without_queue: the time in Slurm's queue is no part of either.
     """
     found = [(gap, raw.step_sec) for raw in raws for gap in gaps(raw) if gap.is_over]

@@ -383,7 +383,7 @@ def check_certificate(path: Path, statement: bytes, key: Path | None) -> str:
     if why := "; ".join(_contradictions(made, name, read_statement(statement))):
         raise VerificationError(f"{name} contradicts itself or the statement: {why}")
     equal = f"{ends.count('bitwise')} of {len(ends)} intervals bitwise equal"
-    text = f"{checked:,} of {steps:,} steps trained again, {equal}"
+    text = f"{checked:,} of {steps:,} steps retrained, {equal}"
     envelope = read_envelope(path.parent, envelope_name(name))
     if key is None:
         return f"{text}; by whom: NOT verified"

@@ -184,11 +184,11 @@ def refuse_link(folder: Path) -> None:
         )
 
 
-def restore_or_train_again(paths: RunPaths) -> str:
+def restore_or_retrain(paths: RunPaths) -> str:
     """Advice where the checkpoint of a run that has ended was removed: the workflow does not train
     such a run again unasked, nor because trained.json alone is missing."""
     records = f"{paths.root}/{{trained,validated}}.json"
-    return f"restore it, or to train again: rm -f {records}, then rerun the command"
+    return f"restore it, or to retrain: rm -f {records}, then rerun the command"
 
 
 def _trouble(link: Path) -> str:

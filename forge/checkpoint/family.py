@@ -189,7 +189,7 @@ def check_parent(config: Config, runs: Mapping[str, ResolvedConfig]) -> list[str
         return [f"warning: {what}; it is complete and stays as it is ({start_anew})"]
     raise ConfigError(
         f"run {config.run} {what}",
-        cause=f"{named.paths.root} was removed or replaced, and {named.run} trained again",
+        cause=f"{named.paths.root} was removed or replaced, and {named.run} retrained",
         fix=f"{start_anew}; to train it on from its own checkpoints, leave {named.run} out of the sample"
         " sheet" + (f", after {_move_aside(named.paths)}" if named.folder.is_dir() else ""),
     )

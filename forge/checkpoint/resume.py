@@ -53,7 +53,7 @@ class CommittedCheckpoints:
         with disk_trouble(folder, "read"):
             linked = directory.linked(paths)
             if not folder.is_dir():
-                raise DataError(f"{folder} is missing", fix=directory.restore_or_train_again(paths))
+                raise DataError(f"{folder} is missing", fix=directory.restore_or_retrain(paths))
             try:
                 self.open_complete(folder)
             except OtherFormat:

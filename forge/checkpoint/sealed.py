@@ -138,7 +138,7 @@ class ProgramCheckpoints:
         if newest is None or newest.step < step:
             raise DataError(
                 f"the checkpoint of step {step} in {paths.checkpoints} is missing, or its seal",
-                fix=directory.restore_or_train_again(paths),
+                fix=directory.restore_or_retrain(paths),
             )
         try:
             newest.file_list.check_sizes()

@@ -134,7 +134,7 @@ class Config(WithPlugins, Section):
     RETIRED: ClassVar = {
         "certify": Retired(
             {"every": None},
-            "`forge reproduce CHECKPOINT` trains the steps up to a checkpoint again",
+            "`forge reproduce CHECKPOINT` retrains the steps up to a checkpoint",
         )
     }
 

@@ -127,7 +127,7 @@ class Flow:
         return "|".join(ids) or "none"
 
     def settings_file(self, run: str) -> Path:
-        """Trackers and evaluations of a run, which may change without training it again."""
+        """Trackers and evaluations of a run, which may change without retraining it."""
         return settings_file(run)
 
     def settings_of(self, rule: str) -> Any:

@@ -24,7 +24,7 @@ PHASES = {
     "stage": "shards or inputs to node-local storage",
     "preflight": "checks of nodes, fabric and ranks",
     "validate": "independent check of the final checkpoint",
-    "recomputed": "steps that a restart trained again, or that were never saved",
+    "recomputed": "steps that a restart retrained, or that were never saved",
     "waiting": "queue, start of processes, down time between launches",
 }
 

@@ -140,7 +140,7 @@ def window_losses(
     record = _train_on(config, checkpoint, 1, step - 1, device, next_windows=True)
     if record.status != "completed":
         raise UnfitError(
-            f"the steps after {checkpoint.folder} cannot be trained again here: {record.message}",
+            f"the steps after {checkpoint.folder} cannot be retrained here: {record.message}",
             fix="run the command on a node like those that trained the run",
         )
     assert isinstance(record.result, ReplayResult)

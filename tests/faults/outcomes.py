@@ -32,7 +32,7 @@ NONE = "·"
 def note(case: Case, *, starts: int, quarantined: int, lost: int) -> None:
     """Keep the outcome of a case where `make faults` asks for it.
 
-    starts: of ranks, by the command that the fault struck. lost: steps that were trained again.
+    starts: of ranks, by the command that the fault struck. lost: steps that were retrained.
     """
     if path := os.environ.get(RESULTS):
         facts = {"case": case.name, "starts": starts, "quarantined": quarantined, "lost": lost}
@@ -41,7 +41,7 @@ def note(case: Case, *, starts: int, quarantined: int, lost: int) -> None:
 
 
 def cell(case: Case, facts: dict[str, Any]) -> str:
-    """`again 4`: what the command did, then the steps that were trained again."""
+    """`again 4`: what the command did, then the steps that were retrained."""
     if case.code == Exit.DONE:
         word = "again" if facts["starts"] > 1 else "on"
     else:

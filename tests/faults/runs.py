@@ -94,7 +94,7 @@ class FaultyRun(Run):
         return {step: pairs for step, (_, pairs) in sorted(steps.items())}
 
     def steps_lost(self) -> int:
-        """Steps that were trained again."""
+        """Steps that were retrained."""
         steps = [step for step, _ in self.losses()]
         return len(steps) - len(set(steps))
 

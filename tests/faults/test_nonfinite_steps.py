@@ -131,7 +131,7 @@ def test_run_that_diverged_skips_its_bad_steps_under_its_own_name_and_reaches_th
     assert skipped(run) == steps
     assert run.story() == whole.story()
 
-    # The steps after a checkpoint are trained again by validation: the bad one is skipped there too.
+    # The steps after a checkpoint are retrained by validation: the bad one is skipped there too.
     before = whole.paths.checkpoints / f"step-{steps[1] - 1:08d}"
     ended = forked.start(["validate", str(before), whole.data], tmp_path / "validate.out").end()
     assert ended.code == Exit.DONE, ended.text

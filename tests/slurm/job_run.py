@@ -110,12 +110,12 @@ class Progress:
         return [line for line in json_lines.read(self.paths.metrics) if line["kind"] == "train"]
 
     def losses(self) -> dict[int, float]:
-        """The loss of each step. A step that was trained again must have had the same one."""
+        """The loss of each step. A step that was retrained must have had the same one."""
         found: dict[int, float] = {}
         for line in self.train_lines():
             step, loss = line["step"], line["loss"]
             first = found.setdefault(step, loss)
-            assert first == loss, f"step {step} had loss {first}, trained again {loss}"
+            assert first == loss, f"step {step} had loss {first}, retrained {loss}"
         return found
 
     def weights_digest(self) -> str:

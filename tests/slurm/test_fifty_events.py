@@ -103,9 +103,7 @@ class Struck:
 
     def wait(self) -> None:
         lines = len(self.run.train_lines())
-        wait_until(
-            lambda: self.trains(lines), TRAINS_AGAIN_SEC, "training again", self.said, every=0.5
-        )
+        wait_until(lambda: self.trains(lines), TRAINS_AGAIN_SEC, "retraining", self.said, every=0.5)
 
     def go_on(self, act: Callable[[Struck], object]) -> None:
         """An event that training survives, or does not notice."""
@@ -354,7 +352,7 @@ def test_two_submitted_projects_end_as_undisturbed_ones_and_need_nobody(
             struck.log(
                 f"{state}: {len(struck.landed)} events, {len(struck.missed)} missed,"
                 f" {len(struck.hands)} hands, {len(run.events('launch'))} launches,"
-                f" {steps_again(run)} of {GOAL} steps trained again"
+                f" {steps_again(run)} of {GOAL} steps retrained"
             )
             assert (state, struck.hands) == ("COMPLETED", [])
             alike = twin.run(2)

@@ -1,5 +1,5 @@
 """The programs of config/labs as jobs on two nodes, struck in the middle: they resume from the last
-sealed checkpoint, and at most the steps of one interval are trained again.
+sealed checkpoint, and at most the steps of one interval are retrained.
 
 Five of all cases. FORGE_LABS=all (`make labs`): every event with each program and launcher.
 """

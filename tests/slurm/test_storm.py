@@ -1,4 +1,4 @@
-"""Threat: a storm that measures nothing: an event that did not happen, a run that never trained again."""
+"""Threat: a storm that measures nothing: an event that did not happen, a run that never retrained."""
 
 from __future__ import annotations
 

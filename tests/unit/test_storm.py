@@ -451,7 +451,7 @@ def test_picture_has_a_line_for_each_ranked_contender_which_is_level_in_an_outag
 
 
 def test_forecast_has_a_line_for_each_contender_that_several_storms_are_known_of() -> None:
-    """20 s without a useful step, of which none was trained again: 1 - 20 s / M."""
+    """20 s without a useful step, of which none was retrained: 1 - 20 s / M."""
     storms = [
         storm_of(
             steps(0, 0, 30), steps(30, 50, 50), contender=name, seed=seed, strikes=[struck(30)]

@@ -162,7 +162,7 @@ def test_reproduction_is_recorded_and_a_negative_certificate_survives(shared_pro
     assert started_rules(output) == ["export_run", "reproduce_run", "reproduce"]
     assert "  ok    steps 5 to 8: bitwise equal" in output
     log = shared_project.path("logs/reproduce.log").read_text()
-    assert "reproduced: 12 of 12 steps trained again" in log
+    assert "reproduced: 12 of 12 steps retrained" in log
     assert "on a machine that has trained the run, too" in log
     record = shared_project.read("reproduced.json")
     certificate = shared_project.path(record["file"])
@@ -176,7 +176,7 @@ def test_reproduction_is_recorded_and_a_negative_certificate_survives(shared_pro
     code, output = shared_project.snakemake("--forcerun=reproduce_run", "reproduce")
     tensors.write_bytes(data)
     assert code != 0
-    assert "2 of 3 intervals could not be trained again" in output
+    assert "2 of 3 intervals could not be retrained" in output
     assert not shared_project.path("reproduced.json").exists()
     assert read_json(certificate)["predicate"]["result"] == "incomplete"
 

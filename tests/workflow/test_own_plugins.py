@@ -125,7 +125,7 @@ def test_rule_of_a_plugin_makes_what_it_wants_of_each_run_and_training_is_bound_
     assert [line.split("\t")[0] for line in lines] == [str(step) for step in range(1, 13)]
     code, output = project.snakemake("train")
     assert code == 0 and started_rules(output) == [], output
-    # Without it nothing is trained again; with one that fails the run is what it was.
+    # Without it nothing is retrained; with one that fails the run is what it was.
     configure(project)
     code, output = project.snakemake("train")
     assert code == 0 and started_rules(output) == [], output

@@ -1,4 +1,4 @@
-"""A family of runs on one sheet, from the first command to a parent that is trained again."""
+"""A family of runs on one sheet, from the first command to a parent that is retrained."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_family_trains_in_order_and_a_parent_trained_again_leaves_its_child_to_t
     due = jobs_in(project.snakemake("-n", "train")[1])
     assert {"validate_run", "report_run"} == due.keys() - {"train", "total"}, due
 
-    # A complete child stays as it is while its parent is trained again, and afterwards.
+    # A complete child stays as it is while its parent is retrained, and afterwards.
     assert project.snakemake("train")[0] == 0
     before = {path: path.stat().st_mtime_ns for path in project.path("", "end").iterdir()}
     shutil.rmtree(project.path(""))

@@ -1,4 +1,4 @@
-"""The certificate of `forge reproduce`: an in-toto statement of which steps were trained again, and how
+"""The certificate of `forge reproduce`: an in-toto statement of which steps were retrained, and how
 they ended, with the statement of the export as its subject. docs/plugins/attestation.md
 explains the keys."""
 
@@ -20,8 +20,8 @@ from forge.plugins.attestation.intervals import Interval
 Outcome = Literal["bitwise", "within tolerance", "other", "unchecked"]
 
 
-class TrainedAgain(RecordPart):
-    """Steps first + 1 to last of the run, trained again; `unchecked` where that was drawn, and did not
+class Retrained(RecordPart):
+    """Steps first + 1 to last of the run, retrained; `unchecked` where that was drawn, and did not
     happen."""
 
     first: int
@@ -38,7 +38,7 @@ class TrainedAgain(RecordPart):
     loss: float | None
     """Largest difference of a reference-batch loss, in nats per token; None as above."""
     why: list[str]
-    """Of unchecked steps why they were not trained again; of another program the files that differ, and
+    """Of unchecked steps why they were not retrained; of another program the files that differ, and
     whose tensors are not read; else []."""
 
     @property
@@ -58,7 +58,7 @@ class TrainedAgain(RecordPart):
         *,
         weights: float | None = None,
         loss: float | None = None,
-    ) -> TrainedAgain:
+    ) -> Retrained:
         """weights, loss: as the fields, inf where they cannot be compared."""
         return cls(
             first=interval.first,
@@ -72,7 +72,7 @@ class TrainedAgain(RecordPart):
         )
 
     @classmethod
-    def unchecked(cls, interval: Interval[Any], why: str) -> TrainedAgain:
+    def unchecked(cls, interval: Interval[Any], why: str) -> Retrained:
         return cls.of(interval, "unchecked", [why])
 
 
@@ -81,7 +81,7 @@ def _finite(value: float | None) -> float | None:
 
 
 class MadeBy(RecordPart):
-    """With what the steps were trained again."""
+    """With what the steps were retrained."""
 
     code: Code
     versions: Versions | None
@@ -108,9 +108,9 @@ class Reproduction(RecordPart):
     statement: str
     """SHA-256 that the statement has of itself."""
     result: Literal["reproduced", "not reproduced", "incomplete"]
-    """incomplete: an interval that was drawn could not be trained again, or not yet."""
+    """incomplete: an interval that was drawn could not be retrained, or not yet."""
     seed: int | None
-    """By which the intervals were drawn; None where none was drawn: the whole run was trained again, or
+    """By which the intervals were drawn; None where none was drawn: the whole run was retrained, or
     the one interval that ends with the exported checkpoint."""
     steps: int
     """Of the run, up to the exported checkpoint."""
@@ -131,7 +131,7 @@ class Reproduction(RecordPart):
     differences: list[str]
     """What differs from the statement's code and environment, and from how the intervals were trained."""
     by: MadeBy
-    intervals: list[TrainedAgain]
+    intervals: list[Retrained]
     sha256: str = ""
     """Of the canonical JSON of the certificate without this key."""
 

@@ -1,4 +1,4 @@
-"""Results of `forge reproduce CHECKPOINT`, which trains the steps up to a checkpoint again."""
+"""Results of `forge reproduce CHECKPOINT`, which retrains the steps up to a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MOST_NAMED = 4  # nodes in one line
 
 
 def results(paths: RunPaths) -> list[Certified]:
-    """Results for the steps up to each checkpoint, by step; [] where nothing was trained again.
+    """Results for the steps up to each checkpoint, by step; [] where nothing was retrained.
     Raises DataError for a record that cannot be read."""
     files = (paths.root / CERTIFICATES).glob(f"{CHECKPOINT_PREFIX}*.result.json")
     return sorted((Certified.read(file) for file in files), key=lambda one: one.last)
@@ -31,9 +31,7 @@ def described(one: Certified) -> str:
             return f"{steps} reproduced, {nodes}"
         case "not reproduced":
             return f"{WRONG}: {steps}, {nodes}"
-    return (
-        f"{steps} could not be trained again: {one.why.splitlines()[0] if one.why else 'no reason'}"
-    )
+    return f"{steps} could not be retrained: {one.why.splitlines()[0] if one.why else 'no reason'}"
 
 
 def _names(nodes: Sequence[str]) -> str:
@@ -55,14 +53,14 @@ def findings(paths: RunPaths) -> list[Finding]:
 
 
 def summary(found: Sequence[Certified]) -> list[str]:
-    """Lines for people: how many parts were trained again with the same result, and each that was not;
+    """Lines for people: how many parts were retrained with the same result, and each that was not;
     [] where none was tried."""
     if not found:
         return []
     good = [one for one in found if one.result == "reproduced"]
     equal = sum(one.is_bitwise for one in good)
     how = "bitwise equal" if equal == len(good) else f"as they were, {equal} bitwise equal"
-    first = f"{len(good)} of {len(found)} parts trained again {how}"
+    first = f"{len(good)} of {len(found)} parts retrained {how}"
     if same := sum(one.again_on in one.trained_on for one in good):
         first += f", {same} on a node that had trained it"  # whose own faults would come again
     return [first, *(described(one) for one in found if one not in good)]

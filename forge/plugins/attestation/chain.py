@@ -146,7 +146,7 @@ class SavedStep(RecordPart):
 
 
 class CheckpointsSaved(ChainLink):
-    """All checkpoints that the run has committed, in order of time: a step that was trained again after a
+    """All checkpoints that the run has committed, in order of time: a step that was retrained after a
     failure can be there twice."""
 
     link: Literal["checkpoints"] = "checkpoints"

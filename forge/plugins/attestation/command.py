@@ -29,7 +29,7 @@ def add_attestation(subcommands: Subcommands) -> None:
         subcommands.logged(
             "reproduce",
             _reproduce,
-            "train parts of the run of an export again, and certify how they ended",
+            "retrain parts of the run of an export, and certify how they ended",
             keys=False,
         )
     )
@@ -95,7 +95,7 @@ def _reproduce_options(parser: argparse.ArgumentParser) -> None:
     _statement_options(
         parser,
         "directory of the export, of a run, whose last one is taken, or of a checkpoint of a run, up to"
-        " which the steps since the checkpoint before are trained again",
+        " which the steps since the checkpoint before are retrained",
     )
     its_config_option(parser)
     option = parser.add_argument
@@ -114,7 +114,7 @@ def _reproduce_options(parser: argparse.ArgumentParser) -> None:
     )
     option("--intervals", type=int, metavar="K", help=f"how many to draw (default: {INTERVALS})")
     option("--seed", type=int, metavar="N", help="of the draw (default: chosen now, and recorded)")
-    option("--whole", action="store_true", help="train all steps again instead, from the first on")
+    option("--whole", action="store_true", help="retrain all steps instead, from the first on")
     option(
         "--code",
         metavar="CHECKOUT",
@@ -218,7 +218,7 @@ def _refuse_of_exports(options: argparse.Namespace) -> None:
     if given:
         raise ConfigError(
             f"{', '.join(given)}: not for a checkpoint, {options.folder}",
-            cause="the steps up to it since the checkpoint before are trained again: nothing is drawn",
+            cause="the steps up to it since the checkpoint before are retrained: nothing is drawn",
             fix="leave it out, or name an export or a run",
         )
 

@@ -17,7 +17,7 @@ from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.files import atomic_open
 from forge.core.paths import RunPaths
 from forge.core.process import hostname
-from forge.plugins.attestation.certificate import Reproduction, TrainedAgain, write_certificate
+from forge.plugins.attestation.certificate import Reproduction, Retrained, write_certificate
 from forge.plugins.attestation.intervals import Coverage, Interval, coverage, drawn
 from forge.plugins.attestation.judgement import TOLERANCE
 from forge.plugins.attestation.recipe_of_program import ProgramRecipe
@@ -42,7 +42,7 @@ class Draw:
     covers: Coverage[Any]
     seed: int
     chosen: list[Interval[Any]]
-    results: list[TrainedAgain] = field(default_factory=list)
+    results: list[Retrained] = field(default_factory=list)
     differences: dict[str, None] = field(default_factory=dict)  # of all intervals, each once
     last: SavedCheckpoint | None = None  # that was made
     export: Literal["same", "other", "unchecked"] = "unchecked"
@@ -51,7 +51,7 @@ class Draw:
 
     @classmethod
     def of(cls, request: ReproduceOptions, statement: bytes, key: Any) -> Draw:
-        """Raises VerificationError, and DataError where nothing can be trained again."""
+        """Raises VerificationError, and DataError where nothing can be retrained."""
         links = verify.check_chain(verify.read_statement(statement))
         recipe: Recipe[Any] = (
             ProgramRecipe.of(request, links) if "program" in links else TrainerRecipe(links)
@@ -78,7 +78,7 @@ class Draw:
             if isinstance(err, VerificationError):
                 err = DataError(str(err))
             self.trouble = self.trouble or err
-            self.results.append(TrainedAgain.unchecked(interval, err.what.splitlines()[0]))
+            self.results.append(Retrained.unchecked(interval, err.what.splitlines()[0]))
         else:
             self.last = made
             self.differences |= dict.fromkeys(differences)
@@ -91,7 +91,7 @@ class Draw:
 
     @property
     def parts_checked(self) -> int:
-        """Parts of the run in the intervals that were trained again."""
+        """Parts of the run in the intervals that were retrained."""
         return self.covers.parts_in(self.trained)
 
     @property
@@ -108,7 +108,7 @@ class Draw:
         assert self.last is not None
         request, covers, trained = self.request, self.covers, self.trained
         waiting = self.chosen[len(self.results) :]
-        not_yet = [TrainedAgain.unchecked(one, NOT_YET) for one in waiting]
+        not_yet = [Retrained.unchecked(one, NOT_YET) for one in waiting]
         coverable = self.chosen if request.whole else covers.intervals
         return Reproduction(
             statement=verify.read_statement(self.statement)["predicate"]["sha256"],
@@ -159,21 +159,21 @@ def _chosen(request: ReproduceOptions, covers: Coverage[Any], seed: int) -> list
         if not covers.can_start:
             raise VerificationError(
                 f"its run began at step {covers.first} from another run, or from pretrained weights,"
-                " which are not trained again: leave --whole out"
+                " which are not retrained: leave --whole out"
             )
         return [Interval(0, covers.last, None, covers.exported)]
     if request.checkpoint:
         return _named(request, covers)
     if covers.too_long and not covers.intervals:
         raise UnfitError(
-            f"none of the {len(covers.saved)} parts of the run can be trained again in"
+            f"none of the {len(covers.saved)} parts of the run can be retrained in"
             f" {request.minutes:g} minutes",
             cause="checkpoints that are here are too far apart; a smaller train.keep_every keeps more",
             fix="give more time: --minutes N; in the workflow runtime in set-resources of reproduce_run",
         )
     if not covers.intervals:
         raise DataError(
-            f"none of the {len(covers.saved)} parts of the run can be trained again: no checkpoint that"
+            f"none of the {len(covers.saved)} parts of the run can be retrained: no checkpoint that"
             f" the statement lists is in {request.checkpoints or results_folder()}",
             cause="they were pruned (train.keep_every keeps some, of a program a larger keep_last), or"
             " they are elsewhere",
@@ -187,7 +187,7 @@ def _named(request: ReproduceOptions, covers: Coverage[Any]) -> list[Interval[An
     if interval := [one for one in covers.intervals if one.last == covers.last]:
         return interval
     raise DataError(
-        f"the steps up to {request.checkpoint} cannot be trained again: no checkpoint before it is there",
+        f"the steps up to {request.checkpoint} cannot be retrained: no checkpoint before it is there",
         cause="they were pruned, and the run began from another run or from pretrained weights",
         fix="train.keep_every keeps some, a larger train.keep_last more of the newest",
     )

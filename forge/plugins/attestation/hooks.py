@@ -1,4 +1,4 @@
-"""Attestation: statements of exports, signatures, and steps of a run trained again.
+"""Attestation: statements of exports, signatures, and steps of a run retrained.
 docs/plugins/attestation.md."""
 
 from __future__ import annotations

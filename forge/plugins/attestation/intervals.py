@@ -1,4 +1,4 @@
-"""Parts of a run that can be trained again, and a draw of some of them.
+"""Parts of a run that can be retrained, and a draw of some of them.
 
 An interval goes from one checkpoint that the statement lists to the next one that is here, or from the
 first step of the run, which needs none. Checkpoints in between need not be here: their steps are trained
@@ -82,7 +82,7 @@ def coverage(
     *,
     never_made_again: Collection[int] = (),
 ) -> Coverage[Any]:
-    """Coverage: parts of the run of a statement that can be trained again with the checkpoints of these
+    """Coverage: parts of the run of a statement that can be retrained with the checkpoints of these
     runs, which are found by their digests, in intervals that took so many seconds at most. Only manifests
     are read.
 

@@ -1,4 +1,4 @@
-"""Did training again end as the statement says: bitwise, within the tolerance, or otherwise?"""
+"""Did retraining end as the statement says: bitwise, within the tolerance, or otherwise?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Code, Lineage
 from forge.checkpoint.sealed import SealedCheckpoint
 from forge.core.errors import DataError
-from forge.plugins.attestation.certificate import Outcome, TrainedAgain
+from forge.plugins.attestation.certificate import Outcome, Retrained
 from forge.plugins.attestation.intervals import Interval
 from forge.plugins.attestation.sealed_difference import SealedDifference, sealed_difference
 from forge.plugins.attestation.state_difference import StateDifference, state_difference
@@ -26,8 +26,8 @@ TOLERANCE = {"weights": 1e-3, "loss": 1e-3}
 
 def judged(
     interval: Interval[Checkpoint], made: Checkpoint, weights_digest: str, links: Links
-) -> TrainedAgain:
-    """Judge an interval. made: its end as it was trained again, with this digest of its
+) -> Retrained:
+    """Judge an interval. made: its end as it was retrained, with this digest of its
     weights."""
     if end := interval.end:
         apart = state_difference(made, end, interval.begin)
@@ -40,12 +40,12 @@ def judged(
         outcome = "bitwise"
     elif within and not must_be_bitwise(interval, made, links):
         outcome = "within tolerance"
-    return TrainedAgain.of(interval, outcome, [], weights=apart.weights, loss=apart.loss)
+    return Retrained.of(interval, outcome, [], weights=apart.weights, loss=apart.loss)
 
 
 def judged_program(
     interval: Interval[SealedCheckpoint], made: SealedCheckpoint, links: Links
-) -> TrainedAgain:
+) -> Retrained:
     """The same for another program. Bits may always differ: with which CPU, GPU and packages it ran is
     not recorded. Raises DataError where files differ, and none of these has tensors that can be read."""
     end, why = interval.end, []
@@ -69,7 +69,7 @@ def judged_program(
     outcome: Outcome = "within tolerance" if weights <= TOLERANCE["weights"] else "other"
     if not weights:
         outcome = "bitwise"
-    return TrainedAgain.of(interval, outcome, why, weights=weights)
+    return Retrained.of(interval, outcome, why, weights=weights)
 
 
 def _listed(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Files of what was trained again, in the directory of a run."""
+"""Files of what was retrained, in the directory of a run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from pathlib import Path
 from forge.core.paths import RunPaths, checkpoint_name
 
 REPRODUCED = "reproduced.json"
-CERTIFICATES = "certificates"  # of checkpoints whose steps were trained again
+CERTIFICATES = "certificates"  # of checkpoints whose steps were retrained
 
 
 def certificate_at(paths: RunPaths, step: int) -> Path:
-    """Certificate that the steps up to this checkpoint were trained again."""
+    """Certificate that the steps up to this checkpoint were retrained."""
     return paths.root / CERTIFICATES / f"{checkpoint_name(step)}.json"
 
 

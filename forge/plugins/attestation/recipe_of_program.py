@@ -29,7 +29,7 @@ from forge.core.provenance import cpu_name
 from forge.core.values import shown
 from forge.data.content_ids import resolve_ids
 from forge.data.inputs import InputSet, source_digest
-from forge.plugins.attestation.certificate import MadeBy, TrainedAgain
+from forge.plugins.attestation.certificate import MadeBy, Retrained
 from forge.plugins.attestation.chain import ProgramUsed
 from forge.plugins.attestation.intervals import Interval
 from forge.plugins.attestation.judgement import code_differences, judged_program
@@ -97,7 +97,7 @@ class ProgramRecipe:
         program, outputs = self.own.program, (self.own.config.results, self.own.config.data)
         return source_digest(program.folder, outputs) if program.source else ""
 
-    # --- what there is to train again ---
+    # --- what there is to retrain ---
 
     def checkpoints(self, run: RunPaths) -> ProgramCheckpoints:
         return replace(self.own, paths=run).checkpoints
@@ -132,7 +132,7 @@ class ProgramRecipe:
             )
         return data
 
-    # --- training an interval again ---
+    # --- retraining an interval ---
 
     def config(
         self, interval: Interval[SealedCheckpoint], data: Path, place: Path
@@ -208,7 +208,7 @@ class ProgramRecipe:
 
     # --- what became of it ---
 
-    def judged(self, interval: Interval[SealedCheckpoint], made: SealedCheckpoint) -> TrainedAgain:
+    def judged(self, interval: Interval[SealedCheckpoint], made: SealedCheckpoint) -> Retrained:
         return judged_program(interval, made, self.links)
 
     def different_files(

@@ -24,7 +24,7 @@ from forge.core.paths import MANIFEST, RunPaths, tokens_folder
 from forge.core.records import Trained
 from forge.core.section import without_retired
 from forge.core.train_settings import Train
-from forge.plugins.attestation.certificate import MadeBy, TrainedAgain
+from forge.plugins.attestation.certificate import MadeBy, Retrained
 from forge.plugins.attestation.intervals import Interval
 from forge.plugins.attestation.judgement import differences, judged
 from forge.plugins.attestation.reduce import stated_values
@@ -62,7 +62,7 @@ class TrainerRecipe:
             )
         return data
 
-    # --- training an interval again ---
+    # --- retraining an interval ---
 
     def config(self, interval: Interval[Checkpoint], data: Path, place: Path) -> ResolvedConfig:
         """Keys that may change when a run resumes are those of the checkpoint at its end."""
@@ -83,7 +83,7 @@ class TrainerRecipe:
             "tokenize": {"sources": {name: {"inputs": ["none"]} for name in ids.sources}}
             if ids.sources
             else {},
-            # A step of before an edit is not trained again by the code of after it.
+            # A step of before an edit is not retrained by the code of after it.
             "ids": ids.model_dump(exclude={"plugins_before"}),
         }
         try:
@@ -127,7 +127,7 @@ class TrainerRecipe:
 
     # --- what became of it ---
 
-    def judged(self, interval: Interval[Checkpoint], made: Checkpoint) -> TrainedAgain:
+    def judged(self, interval: Interval[Checkpoint], made: Checkpoint) -> Retrained:
         again = RunPaths.of_checkpoint(made.folder)
         assert again is not None
         return judged(interval, made, Trained.read(again.trained).weights_digest, self.links)

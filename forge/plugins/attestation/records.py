@@ -1,4 +1,4 @@
-"""Records of what was trained again, in the directory of a run."""
+"""Records of what was retrained, in the directory of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forge.core.records import Record
 
 
 class Reproduced(Record):
-    """reproduced.json: parts of the run of the last export were trained again, as its statement says."""
+    """reproduced.json: parts of the run of the last export were retrained, as its statement says."""
 
     step: int
     """Of the export."""
@@ -24,7 +24,7 @@ class Reproduced(Record):
 
 
 class Certified(Record):
-    """certificates/step-….result.json: the steps up to this checkpoint were trained again, or could not
+    """certificates/step-….result.json: the steps up to this checkpoint were retrained, or could not
     be."""
 
     first: int | None
@@ -38,4 +38,4 @@ class Certified(Record):
     trained_on: list[str] = Field(default_factory=list)
     """Nodes that have trained them in the run."""
     again_on: str
-    """The node that has trained them again."""
+    """The node that has retrained them."""

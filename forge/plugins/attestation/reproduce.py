@@ -1,4 +1,4 @@
-"""`forge reproduce`: train parts of a run again by the statement of its export, and certify the result.
+"""`forge reproduce`: retrain parts of a run by the statement of its export, and certify the result.
 
 Nothing is fetched, installed or run because a statement names it. Trained is what it has of numbers and
 names of choices; code is the installed Forge, or a checkout that the user names. Another program is run
@@ -49,17 +49,17 @@ def find_export(named: Path) -> tuple[Path, RunPaths | None]:
 
 
 def reproduce(request: ReproduceOptions) -> None:
-    """Verify an export, train parts of its run again, and write the certificate; for a run also
+    """Verify an export, retrain parts of its run, and write the certificate; for a run also
     reproduced.json, if the result is that.
 
     The certificate is renewed after each interval, so that no end of this process loses what was trained.
     Raises DataError where the export fails its verification, or is not reproduced; ConfigError for what
     the user names; UnfitError where this machine is too small or too slow, also for one interval.
     """
-    refuse_bad(trained_again(request))
+    refuse_bad(retrained(request))
 
 
-def trained_again(request: ReproduceOptions) -> Draw:
+def retrained(request: ReproduceOptions) -> Draw:
     """Retrain and write as `reproduce` does, but return the draw also where the result is bad."""
     check(request)
     key = _signing_key(request)
@@ -75,7 +75,7 @@ def trained_again(request: ReproduceOptions) -> Draw:
             scratch_directory("reproduce") as scratch,
         ):
             draw = Draw.of(request, statement, key)
-            _train_again(draw, scratch)
+            _retrain(draw, scratch)
             _certify(draw)
     except VerificationError as err:
         raise DataError(f"{request.named}: {err}") from None
@@ -106,7 +106,7 @@ def refuse_bad(draw: Draw) -> None:
         )
     if err := draw.trouble:
         raise type(err)(
-            f"{folder}: {len(failed)} of {len(draw.chosen)} intervals could not be trained again:"
+            f"{folder}: {len(failed)} of {len(draw.chosen)} intervals could not be retrained:"
             f" {err.what}",
             cause=err.cause,
             fix=err.fix,
@@ -121,7 +121,7 @@ def _signing_key(request: ReproduceOptions) -> Any:
     return load_key(request.sign)
 
 
-def _train_again(draw: Draw, scratch: Path) -> None:
+def _retrain(draw: Draw, scratch: Path) -> None:
     """Train what was drawn, and renew the certificate after each interval. Raises the first error where
     nothing of it could be trained."""
     request = draw.request

@@ -1,4 +1,4 @@
-"""`forge reproduce CHECKPOINT`: train the steps up to a checkpoint of a run again, from the one before.
+"""`forge reproduce CHECKPOINT`: retrain the steps up to a checkpoint of a run, from the one before.
 
 The run may be training: its lock is not needed. Certificate, statement and result are in `certificates/`.
 """
@@ -23,7 +23,7 @@ from forge.hosts.lock import lock
 from forge.plugins.attestation.draw import Draw
 from forge.plugins.attestation.places import CERTIFICATES, certificate_at, result_at
 from forge.plugins.attestation.records import Certified
-from forge.plugins.attestation.reproduce import refuse_bad, stopped_by_sigterm, trained_again
+from forge.plugins.attestation.reproduce import refuse_bad, retrained, stopped_by_sigterm
 from forge.plugins.attestation.reproduce_options import ReproduceOptions, check_values
 from forge.plugins.attestation.statement import write_statement
 from forge.reporting.history import read_history
@@ -66,7 +66,7 @@ def reproduce_checkpoint(request: ReproduceOptions, run: RunPaths) -> None:
         saved = ForgeRun(RunPaths(folder), None, {"data": str(request.data)})
         export = saved.export(scratch / folder.name, "fp32")
         write_statement(export, saved)
-        draw = trained_again(replace(request, folder=export))
+        draw = retrained(replace(request, folder=export))
         _record(draw, run)
     refuse_bad(draw)
 

@@ -23,7 +23,7 @@ class ReproduceOptions:
     one that is chosen now. whole: all steps instead, from the first on. code: a checkout of Forge.
     minutes: that an interval may take. to: the certificate; None: beside the folder. sign: a private
     key. checkpoint: the one of a run that the user has named, of which the folder is an export: then the
-    interval that ends with it is trained again, and no other. trust_program: whether another program may
+    interval that ends with it is retrained, and no other. trust_program: whether another program may
     be run: that of the project's config of the run, or of `config`, the file of --config."""
 
     folder: Path
@@ -100,7 +100,7 @@ def check_values(request: ReproduceOptions) -> None:
     if not 1 <= request.intervals <= MOST_INTERVALS:
         raise ConfigError(
             f"--intervals is {request.intervals}, but must be from 1 to {MOST_INTERVALS:,}",
-            fix="--whole trains all steps again",
+            fix="--whole retrains all steps",
         )
     if not 0 < request.minutes <= MOST_MINUTES:
         raise ConfigError(

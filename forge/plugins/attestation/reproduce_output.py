@@ -1,4 +1,4 @@
-"""Output of `forge reproduce` about intervals that were trained again."""
+"""Output of `forge reproduce` about intervals that were retrained."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from forge.attestation.verify import Links, printable
 from forge.core.terminal import duration, show
-from forge.plugins.attestation.certificate import Reproduction, TrainedAgain
+from forge.plugins.attestation.certificate import Reproduction, Retrained
 from forge.plugins.attestation.intervals import Coverage, seconds_of
 
 MACHINES = {
@@ -32,7 +32,7 @@ def print_not_drawn(covers: Coverage, links: Links) -> None:
     )
 
 
-def print_interval(result: TrainedAgain) -> None:
+def print_interval(result: Retrained) -> None:
     line, mark = (
         f"steps {result.first + 1} to {result.last}: ",
         "FAIL" if result.is_other else "ok  ",
@@ -50,9 +50,9 @@ def print_interval(result: TrainedAgain) -> None:
 
 
 def print_summary(made: Reproduction, parts_checked: int) -> None:
-    """Print the result, and how much of the run was trained again."""
+    """Print the result, and how much of the run was retrained."""
     show(
-        f"{made.result}: {made.steps_checked} of {made.steps} steps trained again"
+        f"{made.result}: {made.steps_checked} of {made.steps} steps retrained"
         f" ({made.steps_coverable} could be)"
     )
     number = sum(not one.is_unchecked for one in made.intervals)

@@ -180,7 +180,7 @@ def _config(
 def _tokenizer_settings(
     stated: dict[str, Any], tokenizer: TokenizerMade, export: Path
 ) -> dict[str, Any]:
-    """A trained tokenizer is trained again; of any other the export has the file, unless it was changed
+    """A trained tokenizer is retrained; of any other the export has the file, unless it was changed
     for transformers."""
     if stated.get("source") == "train":
         return {key: stated.get(key) for key in ("source", "vocab_size", "sample_mib", "eos_token")}

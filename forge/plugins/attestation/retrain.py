@@ -23,7 +23,7 @@ from forge.core.terminal import say
 from forge.hosts.network import available_cores, available_memory
 from forge.launch import kernel_cache
 from forge.launch.rank_output import shown_bar
-from forge.plugins.attestation.certificate import MadeBy, TrainedAgain
+from forge.plugins.attestation.certificate import MadeBy, Retrained
 from forge.plugins.attestation.intervals import Interval, Saved
 from forge.plugins.attestation.reproduce_options import ReproduceOptions
 from forge.validation.replay import RANKS_PER_CORE
@@ -51,20 +51,20 @@ class Recipe(Protocol[Saved]):
     def cwd(self) -> Path | None:
         """Directory in which training runs; None for one of its own."""
 
-    # --- what there is to train again ---
+    # --- what there is to retrain ---
 
     def checkpoints(self, run: RunPaths) -> RunCheckpoints:
         """Checkpoints of a run that this program has trained."""
 
     @property
     def never_made_again(self) -> frozenset[int]:
-        """Steps of checkpoints that are no end of an interval: training again does not save there."""
+        """Steps of checkpoints that are no end of an interval: retraining does not save there."""
 
     def prepare_data(self, request: ReproduceOptions, scratch: Path) -> Path:
         """The directory from which training reads. Raises VerificationError where the texts give other
         tokens, ConfigError where the statement's data are not here."""
 
-    # --- training an interval again ---
+    # --- retraining an interval ---
 
     def config(self, interval: Interval[Saved], data: Path, place: Path) -> ResolvedConfig:
         """Config by which the interval is trained. data: with the statement's tokens. place: for its
@@ -90,12 +90,12 @@ class Recipe(Protocol[Saved]):
         it would train on."""
 
     def made(self, config: ResolvedConfig, interval: Interval[Saved]) -> Saved:
-        """The checkpoint at the end of the interval, as it was trained again. DataError where there is
+        """The checkpoint at the end of the interval, as it was retrained. DataError where there is
         none."""
 
     # --- what became of it ---
 
-    def judged(self, interval: Interval[Saved], made: Saved) -> TrainedAgain:
+    def judged(self, interval: Interval[Saved], made: Saved) -> Retrained:
         """Judge an interval. Raises DataError where its ends cannot be compared."""
 
     def different_files(
@@ -136,7 +136,7 @@ class Retrainer(Generic[Saved]):
         recipe.check(config, interval)
         self._check_size(config, interval, ranks)
         paths = RunPaths.of(config)
-        say(f"training {interval} again on {ranks} rank{'s' * (ranks > 1)} …")
+        say(f"retraining {interval} on {ranks} rank{'s' * (ranks > 1)} …")
         with disk_trouble(paths.root):
             shutil.rmtree(paths.root, ignore_errors=True)
             paths.checkpoints.mkdir(parents=True)
@@ -190,7 +190,7 @@ class Retrainer(Generic[Saved]):
             why = f"they need {needed / 2**30:,.1f} GiB of memory, {free / 2**30:,.1f} GiB are free"
         if why:
             raise UnfitError(
-                f"{interval} cannot be trained again here: {why}",
+                f"{interval} cannot be retrained here: {why}",
                 cause="this machine is smaller than what trained the run",
                 fix="run the command on a node like those that trained",
             )

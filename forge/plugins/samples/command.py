@@ -31,7 +31,7 @@ def add_samples(subcommands: Subcommands) -> None:
     option(
         "--losses",
         action="store_true",
-        help="with --step: the highest loss first; trains the steps since the last checkpoint again",
+        help="with --step: the highest loss first; retrains the steps since the last checkpoint",
     )
     option("--full", action="store_true", help="all text and all steps")
     option("--json", action="store_true", help="print JSON, with all text")

@@ -106,7 +106,7 @@ def _parent(paths: RunPaths, made_from: ParentCheckpoint) -> Checkpoint:
         newest = resume.required(paths)
         say(
             f"note: {name} is pruned: the samples before it are those of {paths.root} as it is now, which"
-            " are the same if it was not trained again with another config"
+            " are the same if it was not retrained with another config"
         )
         return newest
     checkpoint = Checkpoint.open(folder)
@@ -114,7 +114,7 @@ def _parent(paths: RunPaths, made_from: ParentCheckpoint) -> Checkpoint:
         raise DataError(
             f"the samples before {name} are not known: {folder} has digest"
             f" {checkpoint.manifest.digest[:12]}, the run started from {made_from.digest[:12]}",
-            cause="the parent was trained again since",
+            cause="the parent was retrained since",
             fix="restore the parent's directory",
         )
     return checkpoint

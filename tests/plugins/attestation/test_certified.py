@@ -35,7 +35,7 @@ def counted(run):
     return "\n".join(summarize(run.paths).of_plugins["certified"])
 
 
-def trained_again(run: RecordedRun, **values: Any) -> None:
+def retrained(run: RecordedRun, **values: Any) -> None:
     """Leave the record of `forge reproduce CHECKPOINT`."""
     usual = {"first": 8, "last": 10, "result": "reproduced", "trained_on": ["n1"], "again_on": "n3"}
     made = Certified.model_validate({**usual, **values})
@@ -46,9 +46,9 @@ def trained_again(run: RecordedRun, **values: Any) -> None:
 def test_a_part_that_was_not_reproduced_is_the_reason_whoever_is_asked(run, capsys):
     hold(run)
     train(run)
-    trained_again(run, last=10, is_bitwise=True)
+    retrained(run, last=10, is_bitwise=True)
     assert (judged(run).reason, judged(run).next) == ("training", "")
-    trained_again(run, result="not reproduced", first=18, last=20, trained_on=list("abcdef"))
+    retrained(run, result="not reproduced", first=18, last=20, trained_on=list("abcdef"))
     line = "NOT reproduced: steps 19 to 20, trained on a, b, c, d and 2 more, again on n3"
     found = judged(run)
     assert (found.state, found.reason) == ("running", f"training; {line}")
@@ -65,24 +65,24 @@ def test_parts_that_were_trained_again_are_counted_by_show(run, capsys):
     show.show([run.paths])
     assert "certified" not in capsys.readouterr().out
     for last in (10, 20, 30):
-        trained_again(run, first=last - 2, last=last, is_bitwise=True)
-    assert counted(run) == "3 of 3 parts trained again bitwise equal"
+        retrained(run, first=last - 2, last=last, is_bitwise=True)
+    assert counted(run) == "3 of 3 parts retrained bitwise equal"
     show.show([run.paths])
     assert f"certified       {counted(run)}\n" in capsys.readouterr().out
-    trained_again(run, first=None, last=30, result="unchecked", why="no room\nfor it")
+    retrained(run, first=None, last=30, result="unchecked", why="no room\nfor it")
     show.show([run.paths])
     said = capsys.readouterr().out
-    assert "certified       2 of 3 parts trained again bitwise equal\n" in said
-    assert "  steps up to 30 could not be trained again: no room\n" in said
-    trained_again(run, last=10, is_bitwise=False)
-    assert "2 of 3 parts trained again as they were, 1 bitwise equal" in counted(run)
-    trained_again(run, last=10, again_on="n1")
+    assert "certified       2 of 3 parts retrained bitwise equal\n" in said
+    assert "  steps up to 30 could not be retrained: no room\n" in said
+    retrained(run, last=10, is_bitwise=False)
+    assert "2 of 3 parts retrained as they were, 1 bitwise equal" in counted(run)
+    retrained(run, last=10, again_on="n1")
     assert "1 bitwise equal, 1 on a node that had trained it" in counted(run)
 
 
 def test_record_of_a_part_that_cannot_be_read_is_named_and_hides_nothing_else(run, capsys):
     train(run)
-    trained_again(run)
+    retrained(run)
     file = result_at(run.paths, 10)
     file.write_text("{}")
     assert judged(run).state == "unknown" and str(file) in judged(run).reason

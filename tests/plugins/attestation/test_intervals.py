@@ -1,4 +1,4 @@
-"""Which steps count as checked must not be more than what was trained again."""
+"""Which steps count as checked must not be more than what was retrained."""
 
 from __future__ import annotations
 

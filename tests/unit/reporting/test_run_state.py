@@ -411,9 +411,7 @@ def set_back(run):
     run.paths.latest.symlink_to("step-00000050")
 
 
-AGAIN = (
-    "restore it, or to train again: rm -f {run}/{{trained,validated}}.json, then rerun the command"
-)
+AGAIN = "restore it, or to retrain: rm -f {run}/{{trained,validated}}.json, then rerun the command"
 EXAMINE = "forge validate {run} --all"
 RELINK = "ln -sfn step-00000100 {run}/checkpoints/latest"
 

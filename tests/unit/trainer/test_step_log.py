@@ -1,4 +1,4 @@
-"""Steps that a program tells: from them come its status, its rate, and which steps were trained again."""
+"""Steps that a program tells: from them come its status, its rate, and which steps were retrained."""
 
 import pytest
 from support import happenings

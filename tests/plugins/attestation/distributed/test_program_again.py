@@ -1,4 +1,4 @@
-"""Proof of what another training program has trained: its statement, and its intervals trained again."""
+"""Proof of what another training program has trained: its statement, and its intervals retrained."""
 
 import shutil
 import signal

@@ -155,7 +155,7 @@ def test_run_that_is_named_gives_its_last_export_its_checkpoints_and_a_record(
     done = forge("reproduce", "results/honest", "--intervals=1", "--log=reproduce.log")
     assert done.code == 0, done.text
     said = capsys.readouterr().out
-    assert "reproduced: 4 of 12 steps trained again" in said
+    assert "reproduced: 4 of 12 steps retrained" in said
     log = Path("reproduce.log").read_text()
     assert all(line in log for line in said.splitlines())
     record = Reproduced.read(run.folder / REPRODUCED)
@@ -239,7 +239,7 @@ def certified(project, honest, exported) -> Path:
 def test_certificate_is_verified_with_the_export(certified, exported, capsys):
     named = ("verify", str(exported), f"--certificate={certified}")
     assert forge(*named).code == 0
-    said = "certificate: 4 of 12 steps trained again, 1 of 1 intervals bitwise equal; "
+    said = "certificate: 4 of 12 steps retrained, 1 of 1 intervals bitwise equal; "
     assert f"note  {said}by whom: NOT verified" in capsys.readouterr().out
     assert forge(*named, "--certifier=keys/own.pub").code == 0
     assert f"ok    {said}signed by" in capsys.readouterr().out
@@ -457,7 +457,7 @@ def test_steps_up_to_a_checkpoint_that_is_named_are_trained_again_while_the_run_
     assert done.code == 0, done.text
     said = capsys.readouterr().out
     assert "ok    steps 5 to 8: bitwise equal" in said
-    assert "reproduced: 4 of 8 steps trained again (8 could be)" in said
+    assert "reproduced: 4 of 8 steps retrained (8 could be)" in said
     assert "\n1 of 2 parts of the run, the steps that were named\n" in said
     assert result_of(run, 8) == Certified(
         **{"first": 4, "last": 8, "result": "reproduced", "is_bitwise": True},
@@ -643,7 +643,7 @@ def test_weights_that_a_config_alone_names_are_not_opened(project, model, tmp_pa
     restate(model, lambda links: links["config"]["values"]["model"].update(init=init))
     done = reproduce(model, "--whole")
     assert done.code == 65
-    assert "from pretrained weights, which are not trained again" in done.text
+    assert "from pretrained weights, which are not retrained" in done.text
 
 
 @pytest.mark.parametrize("folder", ["../../elsewhere", "/etc"])
@@ -696,7 +696,7 @@ def test_steps_that_do_not_end_are_stopped(project, honest, model):
     assert not Path("certificate.json").exists()
 
 
-# --- what could not be trained again ------------------------------------------------------------------
+# --- what could not be retrained ------------------------------------------------------------------
 
 
 def at_the_second_training(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
@@ -720,7 +720,7 @@ def test_interval_that_does_not_end_in_time_loses_no_other_and_is_no_success(
     done = reproduce(exported, f"--checkpoints={honest.folder}", "--minutes=7")
     assert done.code == 69
     why = "steps 5 to 8 did not end within 7 minutes"
-    assert f"1 of 3 intervals could not be trained again: {why}" in done.text
+    assert f"1 of 3 intervals could not be retrained: {why}" in done.text
     assert outcomes() == [(0, 4, "bitwise"), (4, 8, "unchecked"), (8, 12, "bitwise")]
     made = certificate()
     assert (made.result, made.steps_checked, made.intervals[1].why) == ("incomplete", 8, [why])
@@ -781,7 +781,7 @@ def test_interval_that_took_too_long_is_not_drawn_and_counts_as_unchecked(
     assert "2 of 3 intervals are not drawn: they took 8 h and more in the run" in said
     done = reproduce(model, f"--checkpoints={honest.folder}", "--minutes=0.0001")
     assert done.code == 69
-    assert "none of the 3 parts of the run can be trained again in 0.0001 minutes" in done.text
+    assert "none of the 3 parts of the run can be retrained in 0.0001 minutes" in done.text
     assert "--minutes N" in done.text
 
 

@@ -110,7 +110,7 @@ def test_export_that_is_there_is_left_as_it_is_and_its_statement_stays_the_same(
     assert {path.name: digest(path) for path in folder.iterdir()} == before
 
 
-# --- training again ---------------------------------------------------------------------------------
+# --- retraining ---------------------------------------------------------------------------------
 
 
 def test_old_reproduction_is_read_and_nothing_is_to_be_done_for_it(project_of: NewProject):
