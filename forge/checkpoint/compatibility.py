@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from forge.checkpoint.directory import Checkpoint
-from forge.checkpoint.manifest import Part, RecordedConfig
+from forge.checkpoint.manifest import Part, RecordedConfig, data_digests
 from forge.core.config import Config, ResolvedConfig, is_free
 from forge.core.errors import ConfigError, DataError
 from forge.core.models.architectures import ARCHITECTURES, DEFAULT
 from forge.core.section import Section, all_values
 from forge.core.tokenize_settings import Tokenize, Tokenizer
 from forge.core.values import shown
+from forge.data.sources import Tokens, digests_by_source
 
 
 def frozen_decay_steps(config: ResolvedConfig, checkpoint: Checkpoint | None) -> int:
@@ -121,6 +122,12 @@ def added_sources(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[s
     if made_by.ids.sources:
         for name in config.ids.sources.keys() - made_by.ids.sources.keys():
             yield differs(f"ids.sources.{name}", config.ids.sources[name], None)
+
+
+def check_same_tokens(checkpoint: Checkpoint, tokens: Tokens) -> None:
+    """DataError when a checkpoint was trained on other tokens, or on those of another tokenizer."""
+    by_source = digests_by_source(tokens)
+    check_same_data(checkpoint, data_digests(tokens.digest, by_source, tokens.tokenizer_digest))
 
 
 def check_same_data(checkpoint: Checkpoint, digests: Mapping[str, str]) -> None:

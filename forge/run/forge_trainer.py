@@ -10,7 +10,6 @@ from typing import Any
 
 from forge.checkpoint import compatibility, directory, family, parent, resume
 from forge.checkpoint.directory import Checkpoint
-from forge.checkpoint.manifest import data_digests
 from forge.core import events, provenance
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
@@ -20,7 +19,7 @@ from forge.core.records import Trained
 from forge.core.terminal import say
 from forge.data import text_bytes
 from forge.data.lossy_tokenizer import check_tokenizer
-from forge.data.sources import digests_by_source, open_tokens
+from forge.data.sources import open_tokens
 from forge.hosts.placement import Placement, WorldLayout
 from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.rank_records import RankRecord, TrainTask
@@ -147,8 +146,7 @@ class ForgeTrainer(ForgeRun):
             tokens = open_tokens(folder)
         except DataError:
             return  # removed since: who reads them says so
-        now = data_digests(tokens.digest, digests_by_source(tokens), tokens.tokenizer_digest)
-        compatibility.check_same_data(checkpoint, now)
+        compatibility.check_same_tokens(checkpoint, tokens)
 
     def is_complete(self, step: int) -> bool:
         return step == self.config.goal and bool(self._recorded_digest(step))

@@ -9,14 +9,14 @@ import numpy as np
 
 from forge.checkpoint import compatibility, resume
 from forge.checkpoint.directory import Checkpoint
-from forge.checkpoint.manifest import ParentCheckpoint, data_digests
+from forge.checkpoint.manifest import ParentCheckpoint
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.paths import RunPaths, checkpoint_name, tokens_folder
 from forge.core.terminal import say
 from forge.data.sample_order import in_epochs
 from forge.data.shards import Shard, ShardSet
-from forge.data.sources import Tokens, digests_by_source, open_tokens
+from forge.data.sources import Tokens, open_tokens
 from forge.data.windows import Windows, joined_windows
 from forge.trainer import metrics
 from forge.trainer.source_mix import SourceMix
@@ -92,8 +92,7 @@ def _last_step(run: RunPaths, checkpoint: Checkpoint) -> int:
 
 def _tokens(checkpoint: Checkpoint, config: ResolvedConfig) -> Tokens:
     tokens = open_tokens(tokens_folder(config.data, config.ids.tokens))
-    digests = data_digests(tokens.digest, digests_by_source(tokens), tokens.tokenizer_digest)
-    compatibility.check_same_data(checkpoint, digests)
+    compatibility.check_same_tokens(checkpoint, tokens)
     return tokens
 
 
