@@ -1,11 +1,11 @@
 """The agent that runs functions on a node: `python -m forge.node_agent`, JSON Lines in and out.
 
-A request is `{"id": 3, "do": "hello", "with": {}}`, its response `{"id": 3, "value": …}` or
-`{"id": 3, "error": …, "cause": …, "fix": …}`. `forge.hosts.nodes` sends the requests. No torch
+A call is `{"id": 3, "do": "hello", "with": {}}`, its response `{"id": 3, "value": …}` or
+`{"id": 3, "error": …, "cause": …, "fix": …}`. `forge.hosts.nodes` sends the calls. No torch
 here: the agent must start fast.
 
-To add a request, write a function with keyword arguments, and add it to the REQUESTS of its module;
-those of a plugin come by the hook `node_requests`. Arguments and values are of the types in its
+To add a call, write a function with keyword arguments, and add it to the CALLS of its module;
+those of a plugin come by the hook `agent_functions`. Arguments and values are of the types in its
 signature, and travel as JSON.
 """
 
@@ -27,24 +27,23 @@ from forge.hosts.nodes import hello
 from forge.preflight import node_checks
 from forge.staging import on_node
 
-REQUESTS: dict[str, Callable[..., Any]] = {
-    request.__name__: validate_call(request)
-    for request in (hello, *node_checks.REQUESTS, *on_node.REQUESTS)
+CALLS: dict[str, Callable[..., Any]] = {
+    call.__name__: validate_call(call) for call in (hello, *node_checks.CALLS, *on_node.CALLS)
 }
 
 
-def _request(name: str) -> Callable[..., Any]:
-    if name not in REQUESTS:  # an agent that is asked for none of a plugin looks for none
-        REQUESTS.update({one.__name__: validate_call(one) for one in hooks.node_requests()})
-    return REQUESTS[name]
+def _call_of(name: str) -> Callable[..., Any]:
+    if name not in CALLS:  # an agent that is asked for none of a plugin looks for none
+        CALLS.update({one.__name__: validate_call(one) for one in hooks.agent_functions()})
+    return CALLS[name]
 
 
 def respond(line: str) -> dict[str, Any]:
-    """The response to the request in a line. A bug of Forge ends the process, with a traceback."""
-    request = json.loads(line)
-    response: dict[str, Any] = {"id": request["id"]}
+    """The response to the call in a line. A bug of Forge ends the process, with a traceback."""
+    call = json.loads(line)
+    response: dict[str, Any] = {"id": call["id"]}
     try:
-        value = _request(request["do"])(**request["with"])
+        value = _call_of(call["do"])(**call["with"])
         return response | {"value": to_jsonable_python(value)}
     except ForgeError as err:
         return response | {"error": err.what, "cause": err.cause, "fix": err.fix}
@@ -58,7 +57,7 @@ FOR_RANKS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main() -> None:
-    """Respond to requests until the input ends: then the program that sent them has ended."""
+    """Respond to calls until the input ends: then the program that sent them has ended."""
     for number in FOR_RANKS:
         signal.signal(number, lambda *_: None)  # programs that it starts do not inherit this
     responses = os.fdopen(os.dup(sys.stdout.fileno()), "w")

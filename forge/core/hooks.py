@@ -225,7 +225,7 @@ class Hooks:
         raise NotImplementedError
 
     @_specified
-    def node_requests(self) -> Sequence[Callable[..., Any]]:
+    def agent_functions(self) -> Sequence[Callable[..., Any]]:
         """Functions that the agent of a node runs, as those of `forge.node_agent`."""
         raise NotImplementedError
 
@@ -491,9 +491,9 @@ def status_json() -> dict[str, Any]:
     return _merged(_call().status_json())
 
 
-def node_requests() -> list[Callable[..., Any]]:
+def agent_functions() -> list[Callable[..., Any]]:
     """Functions of plugins that the agent of a node runs."""
-    return _listed(_call().node_requests())
+    return _listed(_call().agent_functions())
 
 
 def run_directories(

@@ -41,7 +41,7 @@ ASKED_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class NodeFailure:
-    """Why a request failed on a node, with cause and fix where they are known."""
+    """Why a call failed on a node, with cause and fix where they are known."""
 
     message: str
     cause: str = ""
@@ -60,7 +60,7 @@ class Agent:
 
 
 def hello() -> Agent:
-    """The agent that runs this: the request that only asks whether it has started."""
+    """The agent that runs this: the call that only asks whether it has started."""
     return Agent(hostname(), os.getpid())
 
 
@@ -70,7 +70,7 @@ class NodePool:
     Each agent is started by an srun of its own, so that a dead or frozen node delays no other; without
     srun where the placement is this host alone. The response of an agent that has not started within
     `start_sec` (START_SEC at least, in a container), or has ended, is that NodeFailure, at once. One that
-    was killed is started again, once for each request: that is no evidence about its node. Raises
+    was killed is started again, once for each call: that is no evidence about its node. Raises
     SlurmSilent where Slurm itself starts none.
     """
 
@@ -97,7 +97,7 @@ class NodePool:
 
     def ask(
         self,
-        request: Callable[..., T],
+        call: Callable[..., T],
         *,
         timeout_sec: float,
         hosts: Collection[str] | None = None,
@@ -107,30 +107,30 @@ class NodePool:
     ) -> dict[str, T | NodeFailure]:
         """Value of the function on each host, in the placement's order, within `timeout_sec`.
 
-        request: one of forge.node_agent.REQUESTS, or of the hook `node_requests`. hosts: None for all.
+        call: one of forge.node_agent.CALLS, or of the hook `agent_functions`. hosts: None for all.
         each: more arguments, by host. again: whether a new agent is asked, in the same time again, where
-        the agent was killed; False for a request that leaves something in the agent. Several threads may
+        the agent was killed; False for a call that leaves something in the agent. Several threads may
         ask, each of them other hosts.
         """
         wanted = [host for host in self.placement.hosts if hosts is None or host in hosts]
-        answers = self._ask(request, timeout_sec, wanted, each, arguments)
+        answers = self._ask(call, timeout_sec, wanted, each, arguments)
         killed = [host for host in wanted if again and self._members[host].was_killed]
         for host in killed:
             self._members[host].release()
             self._members[host] = _Member(self._command(host), self.placement)
-        return answers | self._ask(request, timeout_sec + self._start_sec, killed, each, arguments)
+        return answers | self._ask(call, timeout_sec + self._start_sec, killed, each, arguments)
 
     def _ask(
         self,
-        request: Callable[..., T],
+        call: Callable[..., T],
         timeout_sec: float,
         wanted: Sequence[str],
         each: Mapping[str, Mapping[str, Any]] | None,
         arguments: Mapping[str, Any],
     ) -> dict[str, T | NodeFailure]:
         """Ask these hosts once, as `ask`, without a new agent where one was killed."""
-        name = request.__name__
-        number = self._asked = self._asked + 1  # of each host's requests, each number once
+        name = call.__name__
+        number = self._asked = self._asked + 1  # of each host's calls, each number once
         for host in wanted:
             values = {**arguments, **(each or {}).get(host, {})}
             self._members[host].put(number, name, values)
@@ -138,7 +138,7 @@ class NodePool:
         _exchange(members, number, time.monotonic() + timeout_sec)
         late = NodeFailure(f"no answer to {name!r} within {timeout_sec:g} s")
         taken = {host: self._members[host].take(number, late) for host in wanted}
-        return {host: _typed(request, response) for host, response in taken.items()}
+        return {host: _typed(call, response) for host, response in taken.items()}
 
     def _start(self) -> None:
         """Start the agents; again where Slurm itself is the reason that there is none. Raises SlurmSilent
@@ -195,15 +195,15 @@ class NodePool:
             member.release()
 
 
-def _typed(request: Callable[..., T], response: Any) -> T | NodeFailure:
+def _typed(call: Callable[..., T], response: Any) -> T | NodeFailure:
     """The response, which came as JSON, as the type that the function returns."""
     if isinstance(response, NodeFailure):
         return response
     try:
-        return TypeAdapter(get_type_hints(request)["return"]).validate_python(response)
+        return TypeAdapter(get_type_hints(call)["return"]).validate_python(response)
     except ValidationError as err:
         return NodeFailure(
-            f"its answer to {request.__name__!r} cannot be read: {' '.join(str(err).split()):.200}",
+            f"its answer to {call.__name__!r} cannot be read: {' '.join(str(err).split()):.200}",
             cause="it has another version of Forge",
             fix="install the same version on all nodes",
         )
@@ -262,7 +262,7 @@ def _without_answer(job_id: str, hosts: Sequence[str]) -> list[str]:
 
 
 class _Member:
-    """The agent of one host: requests to be sent, and its responses."""
+    """The agent of one host: calls to be sent, and its responses."""
 
     def __init__(self, command: list[str], placement: Placement) -> None:
         self._container = placement.container
@@ -279,14 +279,14 @@ class _Member:
             start_new_session=True,  # Ctrl-C reaches this process only, which then ends the agents
             preexec_fn=stop_with_parent,  # noqa: PLW1509  no threads run here
         )
-        self.requests = cast("IO[bytes]", self._process.stdin)
+        self.calls = cast("IO[bytes]", self._process.stdin)
         self.responses = cast("IO[bytes]", self._process.stdout)
-        for pipe in (self.requests, self.responses):
+        for pipe in (self.calls, self.responses):
             os.set_blocking(pipe.fileno(), False)  # a frozen node must not block this process
 
-    def put(self, number: int, request: str, values: Mapping[str, Any]) -> None:
+    def put(self, number: int, call: str, values: Mapping[str, Any]) -> None:
         if self._gone is None:
-            message = {"id": number, "do": request, "with": to_jsonable_python(values)}
+            message = {"id": number, "do": call, "with": to_jsonable_python(values)}
             self._outbox += json.dumps(message, allow_nan=False).encode() + b"\n"
 
     @property
@@ -303,7 +303,7 @@ class _Member:
 
     def send(self) -> None:
         try:
-            self._outbox = self._outbox[os.write(self.requests.fileno(), self._outbox) :]
+            self._outbox = self._outbox[os.write(self.calls.fileno(), self._outbox) :]
         except BrokenPipeError:
             self._outbox = b""  # `receive` finds the end of the output, and the reason
 
@@ -324,7 +324,7 @@ class _Member:
             )
 
     def take(self, number: int, late: NodeFailure) -> Any:
-        """The response to this request; late responses to earlier ones are dropped."""
+        """The response to this call; late responses to earlier ones are dropped."""
         response = self._responses.get(number, self._gone or late)
         self._responses.clear()
         return response
@@ -358,7 +358,7 @@ class _Member:
     def close(self) -> None:
         self._outbox = b""
         with contextlib.suppress(BrokenPipeError):
-            self.requests.close()
+            self.calls.close()
 
     def has_ended(self, timeout_sec: float) -> bool:
         try:
@@ -382,7 +382,7 @@ def _exchange(members: list[_Member], number: int, end: float) -> None:
             for member in waiting:
                 selector.register(member.responses, selectors.EVENT_READ, member.receive)
                 if member.has_more_to_send:
-                    selector.register(member.requests, selectors.EVENT_WRITE, member.send)
+                    selector.register(member.calls, selectors.EVENT_WRITE, member.send)
             ready = selector.select(max(0, end - time.monotonic()))
             for key, _ in ready:
                 key.data()

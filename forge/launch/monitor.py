@@ -37,7 +37,7 @@ OfEachGpu = Annotated[list[Number | None], Field(max_length=64)]  # None: not kn
 
 
 @dataclass(kw_only=True)
-class NodeLoad:
+class LoadLine:
     """A line of monitor/NODE.jsonl. Bytes: since the interfaces and ports came up."""
 
     time: Number  # seconds since the epoch
@@ -93,13 +93,13 @@ def main(run: str, launch: str, every_sec: str, parent: str) -> None:
             time.sleep(float(every_sec))
 
 
-def node_load(launch: str, gpus: Sequence[Gpu]) -> NodeLoad:
+def node_load(launch: str, gpus: Sequence[Gpu]) -> LoadLine:
     """The load of this node now."""
     memory = psutil.virtual_memory()
     received, sent = _network_bytes()
     rdma_received, rdma_sent = network.rdma_bytes()
     used = _of_each(gpus, "used_mib")
-    return NodeLoad(
+    return LoadLine(
         time=round(time.time(), 3),
         launch=launch,
         load=round(psutil.getloadavg()[0], 2),

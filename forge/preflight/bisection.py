@@ -21,7 +21,7 @@ class NoTimeLeft(Exception):
 
 
 @dataclass
-class BrokenNodes:
+class SearchResult:
     """Result of a search."""
 
     nodes: list[str] = field(default_factory=list)
@@ -36,7 +36,7 @@ class BrokenNodes:
     """Number of groups tried."""
 
 
-def find_broken(nodes: Sequence[str], works: Works) -> BrokenNodes:
+def find_broken(nodes: Sequence[str], works: Works) -> SearchResult:
     """Find the bad nodes and pairs among nodes that fail together. Never raises NoTimeLeft.
 
     works: whether each of some disjoint groups works; they may be tried at the same time. A group
@@ -56,7 +56,7 @@ class _Search:
         self._nodes, self._works = nodes, works
         self._good: list[frozenset[str]] = []
         self._bad = [frozenset(nodes)]
-        self.broken = BrokenNodes()
+        self.broken = SearchResult()
         self.narrowest = nodes  # the smallest group that is known to hold a fault
 
     def run(self) -> None:

@@ -18,9 +18,9 @@ from forge.hosts.placement import Placement
 from forge.preflight import gpu_checks, packages
 from forge.preflight.container_checks import container_checks
 from forge.preflight.node_checks import (
+    ComparedFacts,
     Link,
-    NodeAnswer,
-    NodeFacts,
+    PreflightAnswer,
     Wanted,
     check_node,
     listen,
@@ -30,7 +30,7 @@ from forge.preflight.node_checks import (
 from forge.preflight.packages import Imported
 
 T = TypeVar("T")
-IsWarm = Callable[[str, NodeFacts], bool]
+IsWarm = Callable[[str, ComparedFacts], bool]
 
 # TCP sends a lost SYN again after 1 s, and again 2 s later.
 CONNECT_SEC = 4.0
@@ -49,7 +49,7 @@ class CheckedNode:
 
     name: str
     checks: list[Check]
-    facts: NodeFacts | None = None  # None where the node did not answer
+    facts: ComparedFacts | None = None  # None where the node did not answer
 
     @property
     def failed(self) -> list[Check]:
@@ -80,7 +80,7 @@ class CheckedNode:
         return " ".join(parts)
 
 
-def nothing_is_warm(host: str, facts: NodeFacts) -> bool:
+def nothing_is_warm(host: str, facts: ComparedFacts) -> bool:
     """For nodes of which nothing is known."""
     return False
 
@@ -217,7 +217,7 @@ def _import_torch(pool: NodePool, nodes: Sequence[CheckedNode]) -> None:
         node.checks.append(answer)
 
 
-def _answered(host: str, answer: NodeAnswer | NodeFailure) -> CheckedNode:
+def _answered(host: str, answer: PreflightAnswer | NodeFailure) -> CheckedNode:
     if isinstance(answer, NodeFailure):
         trouble = Check("answers", "fail", answer.message, answer.fix, answer.cause)
         return CheckedNode(host, [trouble])
@@ -355,7 +355,7 @@ def compare(nodes: Sequence[CheckedNode], machine: Machine) -> None:
             node.checks += _same_hardware(node.name, node.facts, everyone, machine)
 
 
-def _same_versions(node: str, facts: NodeFacts, everyone: Sequence[NodeFacts]) -> Check:
+def _same_versions(node: str, facts: ComparedFacts, everyone: Sequence[ComparedFacts]) -> Check:
     """Check that Python, packages and Forge's code are those of most nodes (in a tie, of the first)."""
     other = []
     for name, number in facts.versions.items():
@@ -375,7 +375,7 @@ def _same_versions(node: str, facts: NodeFacts, everyone: Sequence[NodeFacts]) -
 
 
 def _same_environment(
-    node: str, facts: NodeFacts, everyone: Sequence[NodeFacts]
+    node: str, facts: ComparedFacts, everyone: Sequence[ComparedFacts]
 ) -> Iterator[Check]:
     """Warnings where variables of NCCL, Gloo and torch, or the driver, are not those of most nodes."""
     other = []
@@ -396,7 +396,7 @@ def _same_environment(
 
 
 def _same_hardware(
-    node: str, facts: NodeFacts, everyone: Sequence[NodeFacts], machine: Machine
+    node: str, facts: ComparedFacts, everyone: Sequence[ComparedFacts], machine: Machine
 ) -> Iterator[Check]:
     with_ib = sum(each.infiniband for each in everyone)
     if with_ib and not facts.infiniband:
@@ -420,7 +420,9 @@ def _same_hardware(
         )
 
 
-def _same_ports(node: str, facts: NodeFacts, everyone: Sequence[NodeFacts]) -> Iterator[Check]:
+def _same_ports(
+    node: str, facts: ComparedFacts, everyone: Sequence[ComparedFacts]
+) -> Iterator[Check]:
     """A warning where the active ports together have a lower rate than on most nodes."""
     kinds = Counter(tuple(sorted(each.ports.items())) for each in everyone)
     usual, times = dict(kinds.most_common(1)[0][0]), kinds.most_common(1)[0][1]

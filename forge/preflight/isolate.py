@@ -26,7 +26,7 @@ from forge.hosts.rendezvous import EndpointError, JoinError
 from forge.launch.launcher import run_ranks
 from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.rank_records import PreflightTask, RankRecord
-from forge.preflight.bisection import BrokenNodes, Group, NoTimeLeft, find_broken
+from forge.preflight.bisection import Group, NoTimeLeft, SearchResult, find_broken
 from forge.preflight.rank_checks import rank_checks
 
 # What each further node, and each rank on it, adds to the deadline of one node: srun starts more
@@ -165,7 +165,7 @@ class Prober:
                 result = self._trial(hosts, root, sec).run()
         return self._note(hosts, result.checks)
 
-    def search(self, hosts: Sequence[str]) -> BrokenNodes:
+    def search(self, hosts: Sequence[str]) -> SearchResult:
         """Find the nodes or pairs at fault among hosts that fail together."""
         say(f"{len(hosts)} nodes fail together; looking for the node or the pair at fault …")
         self._end = max(self._end, time.monotonic() + SEARCH_SHARE * self._sec)

@@ -100,7 +100,7 @@ class WantedProgram:
 
 
 @dataclass(frozen=True)
-class NodeFacts:
+class ComparedFacts:
     """Facts that are compared between nodes, or needed of them."""
 
     versions: dict[str, str]
@@ -116,20 +116,20 @@ class NodeFacts:
 
 
 @dataclass(frozen=True)
-class NodeAnswer:
+class PreflightAnswer:
     """The checks and the facts of a node."""
 
     checks: list[Check]
-    facts: NodeFacts
+    facts: ComparedFacts
 
 
-def check_node(wanted: Wanted) -> NodeAnswer:
+def check_node(wanted: Wanted) -> PreflightAnswer:
     """The checks of this node, and its facts."""
     interface, _ = _chosen_interface(wanted, wanted.environ)
     folder = _results_folder(wanted)
     # Before a write, which would make a directory of this name on the node's own disk.
     written = write_results(folder) if folder.is_dir() else Written(_unseen(folder))
-    facts = NodeFacts(
+    facts = ComparedFacts(
         versions=installed_versions(),
         address=_address_of(interface),
         master_trouble=rendezvous.trouble(wanted.master),
@@ -142,7 +142,7 @@ def check_node(wanted: Wanted) -> NodeAnswer:
         boot=boot_id(),
     )
     checks = [*node_checks(wanted, written.check), *own_checks(wanted.plugins)]
-    return NodeAnswer(checks, facts)
+    return PreflightAnswer(checks, facts)
 
 
 def node_checks(wanted: Wanted, results_check: Check) -> Iterator[Check]:
@@ -739,7 +739,7 @@ class _Peer:
         self._connection.settimeout(max(0.001, self._end - time.monotonic()))
 
 
-REQUESTS: tuple[Callable[..., Any], ...] = (
+CALLS: tuple[Callable[..., Any], ...] = (
     *(rendezvous.resolves, check_node, packages.import_packages, packages.import_torch),
     *(listen, reach),
 )

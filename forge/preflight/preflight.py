@@ -37,10 +37,10 @@ from forge.hosts.placement import (
 )
 from forge.launch.launcher import wait_for_orphans
 from forge.preflight import compare_nodes, container_checks, isolate
-from forge.preflight.bisection import BrokenNodes
+from forge.preflight.bisection import SearchResult
 from forge.preflight.compare_nodes import EXCLUDE_ONE, UNCLEAR, CheckedNode, nodes_to_leave_out
 from forge.preflight.isolate import ENDPOINT, REPEAT_SHARE, SEARCH_SHARE, Prober
-from forge.preflight.node_checks import NodeFacts, Wanted, WantedProgram
+from forge.preflight.node_checks import ComparedFacts, Wanted, WantedProgram
 from forge.preflight.packages import TORCH_SEC
 from forge.slurm import exclude, slurm
 from forge.staging.stage import program_folders, stage_record
@@ -324,7 +324,7 @@ def _check_ranks(findings: Findings, prober: Prober) -> list[Check]:
     return [*ranks, _still_in_doubt(broken)]
 
 
-def _blame(nodes: Sequence[CheckedNode], broken: BrokenNodes, prober: Prober) -> None:
+def _blame(nodes: Sequence[CheckedNode], broken: SearchResult, prober: Prober) -> None:
     """Add what the search found to the checks of the nodes."""
     by_name = {node.name: node for node in nodes}
     for name in broken.nodes:
@@ -350,7 +350,7 @@ def _blame(nodes: Sequence[CheckedNode], broken: BrokenNodes, prober: Prober) ->
             by_name[name].checks.append(check)
 
 
-def _still_in_doubt(broken: BrokenNodes) -> Check:
+def _still_in_doubt(broken: SearchResult) -> Check:
     return Check(
         "search",
         "fail",
@@ -407,7 +407,7 @@ def _suspects(paths: RunPaths) -> list[str] | None:
     return found
 
 
-def _is_unchanged(earlier: RanksIdentity | None, host: str, facts: NodeFacts) -> bool:
+def _is_unchanged(earlier: RanksIdentity | None, host: str, facts: ComparedFacts) -> bool:
     """Return whether this node passed with these very packages since its kernel has started: ranks have
     imported torch there."""
     if earlier is None:

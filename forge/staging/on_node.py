@@ -185,11 +185,11 @@ def _seconds(reads: list[tuple[Path, int, int]]) -> float:
     return max(seconds, 1e-6)
 
 
-# --- requests ------------------------------------------------------------------------------------
+# --- calls ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class NodeState:
+class StageAnswer:
     """Facts about a node that `forge stage` must know."""
 
     root: str  # its private directory
@@ -213,7 +213,7 @@ def look(
     shared: str,
     mode: str,
     goes_away: bool,
-) -> NodeState:
+) -> StageAnswer:
     """The state of this node.
 
     base: stage.folder. job: with which the copy is removed; None to keep it. sender: the host that
@@ -228,7 +228,7 @@ def look(
     except DataError as err:
         complete, problem = False, err.what
     in_place, why = shared_verdict(kind, Path(shared), digest, root, mode, goes_away=goes_away)
-    return NodeState(
+    return StageAnswer(
         root=str(root),
         folder=str(folder),
         complete=complete,
@@ -439,7 +439,7 @@ def forget(*, root: str, names: list[str]) -> int:
     return shutil.disk_usage(root).free
 
 
-REQUESTS: tuple[Callable[..., Any], ...] = (
+CALLS: tuple[Callable[..., Any], ...] = (
     *(look, copy, begin, unpack, finish),
     *(mark, unmark, forget),
 )

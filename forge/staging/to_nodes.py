@@ -25,7 +25,7 @@ from forge.slurm import slurm
 from forge.staging import on_node
 from forge.staging.archive import Archive, make_archive
 from forge.staging.environment import stage_project
-from forge.staging.on_node import CHUNKS, SPARE_BYTES, NodeState
+from forge.staging.on_node import CHUNKS, SPARE_BYTES, StageAnswer
 from forge.staging.sbcast import COMPRESS_SHARDS_BELOW, Broadcast, SbcastFailed, is_slower
 
 T = TypeVar("T")
@@ -67,14 +67,14 @@ def stage_nodes(
 
 
 class ThisHost:
-    """In place of a NodePool where this is the only host: runs requests in this process."""
+    """In place of a NodePool where this is the only host: runs calls in this process."""
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
 
     def ask(
         self,
-        request: Callable[..., T],
+        call: Callable[..., T],
         *,
         timeout_sec: float,
         hosts: Collection[str] | None = None,
@@ -86,7 +86,7 @@ class ThisHost:
         answers: dict[str, T | NodeFailure] = {}
         for host in wanted:
             try:
-                answers[host] = request(**{**arguments, **(each or {}).get(host, {})})
+                answers[host] = call(**{**arguments, **(each or {}).get(host, {})})
             except UnfitError as err:
                 answers[host] = NodeFailure(err.what, err.cause, err.fix)
         return answers
@@ -124,7 +124,7 @@ class _Staging:
         self._job = job.id if job else slurm.this_job_id()  # None outside of Slurm
         self.settings, self._min_nodes = settings, min_nodes
         self._hosts = list(pool.placement.hosts)
-        self._states: dict[str, NodeState] = {}  # node -> response to `look`
+        self._states: dict[str, StageAnswer] = {}  # node -> response to `look`
         self._folders: dict[str, str] = {}  # node -> directory that its ranks read
         self._sent: list[str] = []
         self._seconds = {"archive": 0.0, "send": 0.0, "verify": 0.0}
@@ -341,7 +341,7 @@ class _Staging:
 
     @property
     def _set(self) -> dict[str, Any]:
-        """Arguments that every request about the set has."""
+        """Arguments that every call about the set has."""
         return {"kind": self._source.kind, "digest": self._source.digest}
 
     @property
@@ -358,15 +358,15 @@ class _Staging:
 
     def _ask(
         self,
-        request: Callable[..., T],
+        call: Callable[..., T],
         action: str,
         timeout_sec: float,
         hosts: list[str] | None = None,
         **arguments: Any,
     ) -> dict[str, T]:
-        """The responses of the nodes on which the request succeeded; the others are dropped."""
+        """The responses of the nodes on which the call succeeded; the others are dropped."""
         asked = self._hosts if hosts is None else hosts
-        responses = self._pool.ask(request, timeout_sec=timeout_sec, hosts=asked, **arguments)
+        responses = self._pool.ask(call, timeout_sec=timeout_sec, hosts=asked, **arguments)
         self._drop({h: r for h, r in responses.items() if isinstance(r, NodeFailure)}, action)
         return {h: r for h, r in responses.items() if not isinstance(r, NodeFailure)}
 

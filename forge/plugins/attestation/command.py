@@ -202,10 +202,10 @@ def _reproduce(options: argparse.Namespace) -> None:
 
     if run := run_of_checkpoint(options.folder):
         _refuse_of_exports(options)
-        reproduce_checkpoint(_request(options, options.folder, run), run)
+        reproduce_checkpoint(_options(options, options.folder, run), run)
         return
     folder, of_run = find_export(options.folder)
-    reproduce(_request(options, folder, of_run))
+    reproduce(_options(options, folder, of_run))
 
 
 def _refuse_of_exports(options: argparse.Namespace) -> None:
@@ -223,7 +223,7 @@ def _refuse_of_exports(options: argparse.Namespace) -> None:
         )
 
 
-def _request(options: argparse.Namespace, folder: Path, run: Any) -> Any:
+def _options(options: argparse.Namespace, folder: Path, run: Any) -> Any:
     """run: whose directory, or checkpoint, the user has named; None for an export."""
     from forge.core.paths import RunPaths
     from forge.plugins.attestation.reproduce_options import ReproduceOptions

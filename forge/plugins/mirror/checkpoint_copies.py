@@ -44,9 +44,9 @@ def send_checkpoint(files: FileList, machine: Machine, placement: Placement, pyt
     }
     with NodePool(others, python=python) as pool:
 
-        def ask(request: Callable[..., str], action: str, **arguments: Any) -> str:
+        def ask(call: Callable[..., str], action: str, **arguments: Any) -> str:
             sec = ASK_SEC + sum(sizes.values()) / MIN_DISK_BYTES_PER_SEC
-            answers = pool.ask(request, timeout_sec=sec, **keys, **arguments)
+            answers = pool.ask(call, timeout_sec=sec, **keys, **arguments)
             failures = {h: a for h, a in answers.items() if isinstance(a, NodeFailure)}
             if failures:
                 raise failed_on(failures, action)
@@ -78,7 +78,7 @@ def _send(files: FileList, folder: str, job_id: str, hosts: Sequence[str]) -> No
                 pass
 
 
-# --- requests to the nodes ---------------------------------------------------------------------------
+# --- calls to the nodes ---------------------------------------------------------------------------
 
 
 def _incoming(base: str | None, job: str) -> Path:
@@ -128,4 +128,4 @@ def verify_checkpoint(
     return os.fspath(path)
 
 
-REQUESTS: tuple[Callable[..., Any], ...] = (begin_checkpoint, verify_checkpoint)
+CALLS: tuple[Callable[..., Any], ...] = (begin_checkpoint, verify_checkpoint)

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 @hook
-def node_requests() -> Sequence[Callable[..., Any]]:
+def agent_functions() -> Sequence[Callable[..., Any]]:
     from forge.plugins.mirror import checkpoint_copies, mirror_on_node
 
-    return [*mirror_on_node.REQUESTS, *checkpoint_copies.REQUESTS]
+    return [*mirror_on_node.CALLS, *checkpoint_copies.CALLS]
 
 
 @hook

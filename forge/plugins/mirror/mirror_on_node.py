@@ -1,4 +1,4 @@
-"""The directory that stands for a run's on a node that does not see it (`stage.results`): requests.
+"""The directory that stands for a run's on a node that does not see it (`stage.results`): calls.
 
 Ranks of the node read and write there, under the names that files have in the run's directory. The
 launcher says what it has of them and gets what has changed since, so that an answer that is lost on its
@@ -36,7 +36,7 @@ class MirrorNews:
     grown: dict[str, str] = field(default_factory=dict)  # at most PIECE_BYTES of each file
     parts: dict[str, Sign] = field(default_factory=dict)  # of checkpoints, to be read in pieces
     gone: list[str] = field(default_factory=list)
-    given: dict[str, Sign] = field(default_factory=dict)  # as written by this request
+    given: dict[str, Sign] = field(default_factory=dict)  # as written by this call
 
 
 def encoded(data: bytes) -> str:
@@ -196,4 +196,4 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-REQUESTS: tuple[Callable[..., Any], ...] = (begin_mirror, mirror_round, mirror_piece)
+CALLS: tuple[Callable[..., Any], ...] = (begin_mirror, mirror_round, mirror_piece)

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from forge.core import json_lines
 from forge.core.errors import ForgeError
 from forge.core.paths import RunPaths
-from forge.launch.monitor import NodeLoad
+from forge.launch.monitor import LoadLine
 from forge.run.launches import LaunchHistory
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ QUANTITIES = {
     "rdma": ("InfiniBand and RoCE of a node", "MB/s"),
 }
 RATES = {"network": ("received", "sent"), "rdma": ("rdma_received", "rdma_sent")}
-_LINE = TypeAdapter(NodeLoad)
+_LINE = TypeAdapter(LoadLine)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _files(folder: Path) -> Iterator[Path]:
             yield path
 
 
-def _lines(path: Path) -> Iterator[NodeLoad]:
+def _lines(path: Path) -> Iterator[LoadLine]:
     with suppress(ForgeError, OSError):
         step = 1 + path.stat().st_size // PARSED_BYTES
         for line in islice(json_lines.lines(path), 0, None, step):
@@ -104,14 +104,14 @@ def _lines(path: Path) -> Iterator[NodeLoad]:
                 yield _LINE.validate_json(line, strict=True)
 
 
-def _of_node(line: NodeLoad) -> dict[str, float]:
+def _of_node(line: LoadLine) -> dict[str, float]:
     values = vars(line)
     return {"load": line.load, "memory_gib": line.memory_gib} | {
         name: sum(values[counter] for counter in counters) for name, counters in RATES.items()
     }
 
 
-def _of_gpus(line: NodeLoad) -> Iterator[tuple[int, dict[str, float | None]]]:
+def _of_gpus(line: LoadLine) -> Iterator[tuple[int, dict[str, float | None]]]:
     names = [field.name for field in fields(line) if field.name.startswith(OF_GPUS)]
     columns = (getattr(line, name) for name in names)
     for number, values in enumerate(zip(*columns, strict=False)):

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import pytest
 from support.recorded_run import START, RecordedRun
 
-from forge.launch.monitor import NodeLoad
+from forge.launch.monitor import LoadLine
 from forge.plugins.pages import node_load
 from forge.plugins.pages.node_load import BINS, read_loads
 from forge.plugins.pages.report import render
@@ -21,7 +21,7 @@ def line(sec, launch="launch-1", watts=(500.0, 700.0), **values):
     usual = {"load": 4.0, "memory_gib": 100.0, "received": 0, "sent": 1e6 * sec}
     gpus = {"gpu_percent": [90, 100], "gpu_celsius": [50, 60], "gpu_memory_gib": [70, None]}
     rdma = {"rdma_received": 0, "rdma_sent": 0}
-    line = NodeLoad(time=START + sec, launch=launch, gpu_watts=list(watts), **usual, **gpus, **rdma)
+    line = LoadLine(time=START + sec, launch=launch, gpu_watts=list(watts), **usual, **gpus, **rdma)
     return json.dumps(asdict(line) | values)
 
 

@@ -24,7 +24,7 @@ from forge.preflight.compare_nodes import (
     compare,
     nodes_to_leave_out,
 )
-from forge.preflight.node_checks import Link, NodeAnswer, NodeFacts, Wanted
+from forge.preflight.node_checks import ComparedFacts, Link, PreflightAnswer, Wanted
 from forge.slurm import slurm
 from forge.slurm.slurm import Job
 
@@ -33,7 +33,7 @@ VERSIONS = {"python": "3.11.7", "torch": "2.13.0", "forge code": "abc"}
 FAIL = Check("disk", "fail", "0.1 GiB free", "free space")
 
 
-ALIKE = NodeFacts(
+ALIKE = ComparedFacts(
     **{"versions": VERSIONS, "address": "10.0.0.1", "master_trouble": "", "infiniband": False},
     **{"ports": {}, "gpus": 0, "driver": "", "exported": {}, "bytes_per_sec": None, "boot": "b"},
 )
@@ -297,7 +297,7 @@ def test_nodes_of_a_job_import_torch_before_the_clock_of_their_ranks(monkeypatch
     assert asked == {packages.import_torch: (["n1", "n2"], 304.0)}
     assert [last(each).message for each in two] == [slow.message, "no answer"]
     monkeypatch.setattr(packages, "import_torch", lambda: slow)
-    monkeypatch.setattr(compare_nodes, "check_node", lambda wanted: NodeAnswer([], ALIKE))
+    monkeypatch.setattr(compare_nodes, "check_node", lambda wanted: PreflightAnswer([], ALIKE))
     here, machine = Placement.here(), load_machine(None)
     inspected = partial(compare_nodes.inspect, machine=machine, sec=1, python="python")
     [alone] = inspected(replace(here, job=job), {here.hosts[0]: None})
@@ -318,7 +318,7 @@ def test_agents_are_asked_to_import_torch_where_it_is_not_known_to_be_in_memory(
         def ask(self, request, *, hosts=("n1", "n2"), **_):
             if request is packages.import_torch:
                 asked.extend(hosts)
-            answers = {compare_nodes.check_node: NodeAnswer([], ALIKE)}
+            answers = {compare_nodes.check_node: PreflightAnswer([], ALIKE)}
             answers[packages.import_torch] = Check("torch", "ok", "imported in 1.0 s")
             return {host: answers.get(request, NodeFailure("not now")) for host in hosts}
 

@@ -18,9 +18,9 @@ from forge.data.content_ids import resolve
 from forge.hosts.placement import Placement, WorldLayout
 from forge.launch.rank_records import ProbedRank, ProbeResult, RankRecord
 from forge.preflight import compare_nodes, isolate, preflight
-from forge.preflight.bisection import BrokenNodes
+from forge.preflight.bisection import SearchResult
 from forge.preflight.compare_nodes import CheckedNode
-from forge.preflight.node_checks import NodeFacts
+from forge.preflight.node_checks import ComparedFacts
 from forge.slurm import exclude
 from forge.slurm.slurm import Job
 
@@ -180,7 +180,7 @@ class Nodes:
         ]
 
     def facts(self, name):
-        return NodeFacts(
+        return ComparedFacts(
             **{
                 "versions": self.versions,
                 "address": name,
@@ -257,7 +257,7 @@ def test_more_spares_than_needed_are_checked_and_may_take_over_later(nodes, path
 
 def test_too_few_healthy_nodes_name_all_that_are_not(nodes, paths, capsys):
     """Also those that only the ranks of the other nodes show."""
-    nodes.down, nodes.broken = {"n2": DOWN}, BrokenNodes(nodes=["n4"])
+    nodes.down, nodes.broken = {"n2": DOWN}, SearchResult(nodes=["n4"])
     with pytest.raises(UnfitError, match="2 of 4 nodes are healthy, base needs 4") as caught:
         nodes.run()
     assert nodes.probed == [["n1", "n3", "n4"]]
@@ -289,7 +289,7 @@ def test_with_shrink_half_of_the_nodes_or_fewer_than_nodes_min_are_too_few(nodes
 
 def test_endpoint_that_cannot_work_is_no_fault_of_a_node(nodes, paths):
     nodes.endpoint = [Check("endpoint", "fail", "port 29500 is in use on n1", "unset MASTER_PORT")]
-    nodes.broken = BrokenNodes(nodes=["n4"])  # what a search would find
+    nodes.broken = SearchResult(nodes=["n4"])  # what a search would find
     with pytest.raises(UnfitError, match="port 29500 is in use on n1") as caught:
         nodes.run()
     assert "unset MASTER_PORT" in caught.value.fix
@@ -297,14 +297,14 @@ def test_endpoint_that_cannot_work_is_no_fault_of_a_node(nodes, paths):
 
 
 def test_after_a_search_the_rest_is_tried_together_before_it_trains(nodes):
-    nodes.broken = BrokenNodes(pairs=[("n1", "n3")])
+    nodes.broken = SearchResult(pairs=[("n1", "n3")])
     assert nodes.run(3) == ["n1", "n2", "n4"]
     assert nodes.probed == [list(NAMES), ["n1", "n2", "n4"]]
 
 
 def test_of_two_that_fail_together_without_a_third_neither_is_excluded(nodes, paths):
     nodes.down = {"n3": DOWN, "n4": DOWN}
-    nodes.broken = BrokenNodes(unclear=[("n1", "n2")])
+    nodes.broken = SearchResult(unclear=[("n1", "n2")])
     nodes.bad = lambda hosts: {"n1", "n2"} <= set(hosts)
     with pytest.raises(UnfitError, match="a third node would tell which"):
         nodes.run(2)
@@ -312,7 +312,7 @@ def test_of_two_that_fail_together_without_a_third_neither_is_excluded(nodes, pa
 
 
 def test_when_time_runs_out_the_nodes_in_doubt_are_named(nodes, paths):
-    nodes.broken, nodes.has_time = BrokenNodes(among=("n3", "n4"), probes=5), False
+    nodes.broken, nodes.has_time = SearchResult(among=("n3", "n4"), probes=5), False
     nodes.bad = lambda hosts: True
     with pytest.raises(UnfitError, match="after 5 trials; the fault is among n3, n4"):
         nodes.run()
@@ -320,7 +320,7 @@ def test_when_time_runs_out_the_nodes_in_doubt_are_named(nodes, paths):
 
 
 def test_failure_that_does_not_repeat_is_tried_once_more(nodes):
-    nodes.broken = BrokenNodes(among=NAMES, probes=3)
+    nodes.broken = SearchResult(among=NAMES, probes=3)
     nodes.bad = lambda hosts: len(nodes.probed) == 1
     assert nodes.run() == list(NAMES)
 
@@ -330,7 +330,7 @@ def test_failure_that_does_not_repeat_is_tried_once_more(nodes):
     [
         ({}, None, ""),
         ({"n3": DOWN}, None, "answers: its process ended"),
-        ({}, BrokenNodes(nodes=["n3"]), "rendezvous: "),
+        ({}, SearchResult(nodes=["n3"]), "rendezvous: "),
     ],
 )
 def test_node_of_a_running_job_is_checked_alone_with_its_own_ranks(
@@ -348,7 +348,7 @@ def test_nodes_of_a_running_job_are_searched_for_the_one_at_fault(nodes, config)
     machine, layout = load_machine(None, {"launcher": "srun"}), WorldLayout(2, 1)
     three = nodes.placement.only(["n1", "n2", "n3"])
     assert preflight.recheck(config, machine, layout, three, StageRecord()) == {}
-    nodes.broken = BrokenNodes(nodes=["n3"])
+    nodes.broken = SearchResult(nodes=["n3"])
     found = preflight.recheck(config, machine, layout, three, StageRecord())
     assert found == {"n3": "collectives: too slow"}
     assert nodes.probed[0] == ["n1", "n2", "n3"]
@@ -421,7 +421,7 @@ def test_new_node_is_checked_with_ranks_of_two_that_passed_before(nodes, capsys,
 def test_all_ranks_are_checked_where_a_new_node_fails_with_some(nodes):
     nodes.names = NAMES[:3]
     nodes.run(3)
-    nodes.names, nodes.restart, nodes.broken = NAMES, 1, BrokenNodes(nodes=["n4"])
+    nodes.names, nodes.restart, nodes.broken = NAMES, 1, SearchResult(nodes=["n4"])
     with pytest.raises(UnfitError, match="3 of 4 nodes are healthy"):
         nodes.run()
     assert nodes.probed[1:] == [["n1", "n2", "n4"], list(NAMES)]
