@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Part, RecordedConfig, data_digests
@@ -12,7 +13,9 @@ from forge.core.models.architectures import ARCHITECTURES, DEFAULT
 from forge.core.section import Section, all_values
 from forge.core.tokenize_settings import Tokenize, Tokenizer
 from forge.core.values import shown
-from forge.data.sources import Tokens, digests_by_source
+
+if TYPE_CHECKING:
+    from forge.data.sources import Tokens
 
 
 def frozen_decay_steps(config: ResolvedConfig, checkpoint: Checkpoint | None) -> int:
@@ -126,6 +129,10 @@ def added_sources(config: ResolvedConfig, made_by: RecordedConfig) -> Iterator[s
 
 def check_same_tokens(checkpoint: Checkpoint, tokens: Tokens) -> None:
     """DataError when a checkpoint was trained on other tokens, or on those of another tokenizer."""
+    from forge.data.sources import (
+        digests_by_source,  # imports NumPy, and `forge status` this module
+    )
+
     by_source = digests_by_source(tokens)
     check_same_data(checkpoint, data_digests(tokens.digest, by_source, tokens.tokenizer_digest))
 

@@ -363,6 +363,15 @@ class Sample(RecordPart):
     text: str
 
 
+class TextBytes(RecordPart):
+    """Targets of validation windows, and the bytes of the original text that they cover."""
+
+    targets: int
+    bytes: int
+    estimated: bool = False
+    """By the vocabulary: the ids came without text, or from an earlier version."""
+
+
 class BitsPerByte(NamedTuple):
     """Validation loss in bits per byte of text. estimated: its bytes, by the vocabulary (shown: `~`)."""
 

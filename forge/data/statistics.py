@@ -10,7 +10,7 @@ from pydantic import Field
 
 from forge.core.files import MAX_JSON_BYTES
 from forge.core.paths import STATISTICS
-from forge.core.records import Record, RecordPart
+from forge.core.records import Record, RecordPart, TextBytes
 from forge.data.shards import InputEntry
 
 NUMBERS = (
@@ -73,15 +73,6 @@ class TextCounts(RecordPart):
         share = f"{100 * self.lost_share:.3g} %"
         are = "is" if self.lost == 1 else "are"
         return f"{self.lost:,} of {self.characters:,} characters {are} lost ({share}), most often {often}"
-
-
-class TextBytes(RecordPart):
-    """Targets of validation windows, and the bytes of the original text that they cover."""
-
-    targets: int
-    bytes: int
-    estimated: bool = False
-    """By the vocabulary: the ids came without text, or from an earlier version."""
 
 
 class Statistics(Record):

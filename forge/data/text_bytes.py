@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError, ForgeError
 from forge.core.paths import STATISTICS, tokenizer_folder, tokens_folder
+from forge.core.records import TextBytes
 from forge.data.encoders import NoFastEncoder
 from forge.data.lost_text import Spelling, keeps_all_text
 from forge.data.sample_order import spread_evenly
 from forge.data.shards import Bytes, Ids, Shard, ShardSet
 from forge.data.sources import Tokens, open_tokens
-from forge.data.statistics import Statistics, TextBytes, read_statistics
+from forge.data.statistics import Statistics, read_statistics
 from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
 from forge.data.windows import Windows
 

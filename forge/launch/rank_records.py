@@ -19,8 +19,7 @@ from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process, hostname
 from forge.core.program_settings import Program
-from forge.core.records import LaunchEnvironment, Record, RecordPart, content
-from forge.data.statistics import TextBytes
+from forge.core.records import LaunchEnvironment, Record, RecordPart, TextBytes, content
 from forge.hosts.placement import WorldLayout
 from forge.launch.heartbeat import Activity
 

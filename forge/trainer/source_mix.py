@@ -12,11 +12,10 @@ from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import RecordedMix, RecordedStage, SourceUse
 from forge.core.config import ResolvedConfig
 from forge.core.mix import MixStage, stage_at, stages
-from forge.core.records import BitsPerByte
+from forge.core.records import BitsPerByte, TextBytes
 from forge.core.train_settings import Train
 from forge.data.sample_order import MixedOrder
 from forge.data.sources import SourceSet, Tokens
-from forge.data.statistics import TextBytes
 from forge.data.windows import windows_by_source
 
 

@@ -10,9 +10,8 @@ from typing import Any, Self
 import torch
 
 from forge.checkpoint.manifest import ReferenceLosses
-from forge.core.records import BitsPerByte
+from forge.core.records import BitsPerByte, TextBytes
 from forge.data.loader import eval_batches, split
-from forge.data.statistics import TextBytes
 from forge.data.windows import Windows
 from forge.trainer.numerics import REFERENCE_SAMPLES, reference_batch
 from forge.trainer.parallel import ParallelModel

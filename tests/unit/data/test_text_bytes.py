@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from forge.core.config import Config, ResolvedConfig
 from forge.core.paths import STATISTICS, tokens_folder
-from forge.core.records import BitsPerByte
+from forge.core.records import BitsPerByte, TextBytes
 from forge.data import content_ids, text_bytes
 from forge.data.sample_order import spread_evenly
 from forge.data.shards import ShardSet
-from forge.data.statistics import TextBytes, read_statistics
+from forge.data.statistics import read_statistics
 from forge.data.tokenize import split_of, tokenize
 from forge.data.tokenizer import build_tokenizer, load_tokenizer
 from forge.trainer.source_mix import MixAtStart, MixStage, bits_per_byte
