@@ -47,8 +47,9 @@ class Timed(Event):
 
 
 class End(Event):
-    """The end of a launch. Readers of the log ask for these attributes, not for the class, so that a new
-    end needs no change of theirs. Its cause or message, and its step, are fields of the class.
+    """The end of a launch. Readers of the log ask for these attributes, so that a new end needs no change
+    of theirs. Its cause or message, and its step, are fields of the class; a checkpoint of that step was
+    saved where the cause is one of STOP_CAUSES.
 
     state: of the run after it. words: for people; mostly the state. starts_again: whether Forge or Slurm
     launches the run again, without a person. then: what the command does after it, for people.
@@ -181,8 +182,9 @@ class Eval(Timed):
 
 class Save(Timed):
     """A checkpoint was committed. seconds: from the start of the save to its commit. stall: the seconds
-    for which training waited. digest: of its manifest or seal, which proves of a pruned checkpoint what
-    it was; "" in logs of before there was this key."""
+    for which training waited. Of another program they are the seconds of sealing, and 0. digest: of its
+    manifest or seal, which proves of a pruned checkpoint what it was; "" in logs of before there was
+    this key."""
 
     step: int
     stall: float

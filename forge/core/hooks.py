@@ -170,12 +170,13 @@ class Hooks:
 
     @_specified
     def rules_here(self) -> Sequence[str]:
-        """Rules that need the internet, or what nodes may not see: run where the user's command is."""
+        """Rules that need the internet, or what nodes may not see: `forge submit` runs them before it
+        submits. `localrules` in the file of rules keeps them where Snakemake runs."""
         raise NotImplementedError
 
     @_specified
     def rule_settings(self, runs: Mapping[str, ResolvedConfig]) -> Mapping[str, dict[str, Any]]:
-        """Rule -> run -> its `workflow.RuleSettings`; of a rule over all runs by its output."""
+        """Rule -> run -> its `rule_inputs.RuleSettings`; of a rule over all runs by its output."""
         raise NotImplementedError
 
     @_specified
@@ -434,7 +435,7 @@ def rules_here() -> list[str]:
 
 
 def rule_settings(runs: Mapping[str, ResolvedConfig]) -> dict[str, dict[str, Any]]:
-    """Rule -> run, or output -> `workflow.RuleSettings` of plugins."""
+    """Rule -> run, or output -> `rule_inputs.RuleSettings` of plugins."""
     return _merged(_call().rule_settings(runs=runs))
 
 

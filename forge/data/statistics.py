@@ -39,7 +39,7 @@ class TextCounts(RecordPart):
     white_space: int = 0
     """White space and control characters that the tokenizer takes away."""
     text_files: int = 0
-    """Files that tokenize.document_separator could divide: text, no JSONL or parquet."""
+    """Files that tokenize.document_separator could divide: text, without rows."""
     divided_files: int = 0
     """Text files with more than one document."""
     most_lost: dict[str, int] = Field(default_factory=dict)

@@ -27,7 +27,7 @@ FORMAT = 1
 SAME_VERSION = "install the same version on all nodes (forge preflight compares them)"
 RESERVED_BYTES = 8192
 NO_RECORD = "it exited without a record"
-STOP_ASKED = "stop"  # in the directory of the launch: the cause, for ranks that got no signal
+STOP_ASKED = "stop"  # in the directory of the launch: the cause, for ranks of another program
 
 
 # --- the tasks of the ranks ------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from forge.slurm import jobs, slurm
 from forge.slurm.jobs import QueuedJob
 
 # Set by that program: the name of the file with the runs as they were submitted
-# (`workflow.keep_for_jobs`). Jobs inherit it, and do not submit.
+# (`workflow_command.keep_for_jobs`). Jobs inherit it, and do not submit.
 CONTROLLED = "FORGE_CONTROLLED"
 MAX_NAME = 40  # characters of the runs' names in the name of a job
 ASK_SEC = 10.0

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from forge.core.config import ResolvedConfig
+from forge.core.optimizers import moments
 
 # Ranks hold the same weights, so the losses of a few of them say as much as those of all.
 MAX_RECOMPUTED = 8
 VALIDATION_BATCH = 8  # samples in one forward pass
 
 # Memory by that of the fp32 weights, of ranks that train from a checkpoint: these, gradients and AdamW's
-# two states, a quarter more for activations.
+# two states, a quarter more for activations. `_state` has it of any optimizer.
 BYTES_OF_STATE = 4 * 1.25
 # FLOPs a second of a core in a forward pass, cautious: 50e9 to 95e9 in fp32 with AVX-512.
 CORE_FLOPS = 20e9
@@ -42,7 +43,7 @@ def memory_bytes(config: ResolvedConfig, world_size: int) -> float:
     weights = 4 * model.num_parameters(vocab_size)
     largest = 4 * vocab_size * model.dim
     tokens = VALIDATION_BATCH * config.train.seq_len
-    ranks = BYTES_OF_STATE * weights if world_size == 1 else 0
+    ranks = _state(config) * weights if world_size == 1 else 0
     return BASE_BYTES + weights + 2 * largest + tokens * _activation_bytes(config) + ranks
 
 
@@ -51,7 +52,12 @@ def training_bytes(config: ResolvedConfig, ranks: int) -> float:
     what each process takes."""
     rows = config.model.num_rows(config.tokenizer.expected_vocab_size)
     copies = 1 if config.train.shard == "all" else ranks
-    return BYTES_OF_STATE * 4 * config.model.num_parameters(rows) * copies
+    return _state(config) * 4 * config.model.num_parameters(rows) * copies
+
+
+def _state(config: ResolvedConfig) -> float:
+    """BYTES_OF_STATE, or more for an optimizer with more than two states for each weight."""
+    return BYTES_OF_STATE * (2 + max(2, *moments(config.train.optimizer))) / 4
 
 
 def _activation_bytes(config: ResolvedConfig) -> int:

@@ -1,4 +1,4 @@
-# Results of a trained run: an independent validation, an export, intervals that are trained again.
+# Results of a trained run: an independent validation, an export.
 
 
 rule validate_run:

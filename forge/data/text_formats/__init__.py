@@ -1,4 +1,5 @@
-"""Readers of text: a module for each format of `core.text_formats.TEXT_FORMATS`, named like it.
+"""Readers of text: a module for each format of `core.text_formats.TEXT_FORMATS`, named like it, or one
+that the table names.
 
 Its function `documents` is called once for each input file, in the workers of `forge tokenize`, where a
 tokenizer is trained on a sample, and where the text that a tokenizer loses is estimated:
