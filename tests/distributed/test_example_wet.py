@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.clone import STDLIB, TEXTS, Project, kill_tree, make_project, wait
+from support.clone import STDLIB, TEXTS, Project, killed_and_resumed, make_project
 from support.live_run import forge
 from support.project_plugin import fresh_process
 from support.repository import REPOSITORY
@@ -52,25 +52,10 @@ def digest() -> str:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    """A project whose run on two ranks was killed after its first checkpoint, and then trained to its end
-    by the same command; with an export."""
+    """A project whose run was killed and resumed, with an export."""
     project = with_plugin(tmp_path_factory.mktemp("killed") / "project")
-    try:
-        process = project.start("train")
-        latest = project.path("checkpoints/latest")
-        wait(lambda: latest.exists() or process.poll() is not None)
-        kill_tree(process.pid)
-        process.communicate()
-        assert latest.exists() and not project.path("trained.json").exists()
-        code, output = project.snakemake("train")
-        assert code == 0, output
-        assert "resume from" in output
-        done = project.forge("export", "base", "--to", "build/base")
-        assert done.returncode == 0, done.stderr
+    with killed_and_resumed(project):
         yield project
-    finally:
-        for left in project.processes():
-            kill_tree(left.pid)
 
 
 def test_run_that_was_killed_ends_as_one_that_nobody_disturbed(

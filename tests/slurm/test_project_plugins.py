@@ -62,16 +62,16 @@ def test_node_that_a_check_of_the_project_fails_is_left_out_and_a_spare_one_trai
         machine={"preflight": {"spare_nodes": 1}},
         train_run={"slurm_partition": "low", "nodes": 1},
     )
-    fit, unfit = sorted({*cluster.nodes} - {*project.excluded()})
+    healthy, other = sorted({*cluster.nodes} - {*project.excluded()})
     plugin = write_documented(project.folder, "plugins/lab_node.py")
     scratch = project.folder / "scratch"
-    text = plugin.read_text().replace("os.path.ismount(SCRATCH)", "os.uname().nodename != UNFIT")
-    plugin.write_text(text.replace('"/scratch"', f'"{scratch}"; UNFIT = "{unfit}"'))
+    text = plugin.read_text().replace("os.path.ismount(SCRATCH)", "os.uname().nodename != OTHER")
+    plugin.write_text(text.replace('"/scratch"', f'"{scratch}"; OTHER = "{other}"'))
     assert project.end(project.start()) == 0, project.said()
     run = project.run()
-    assert run.events("preflight")[-1]["left_out"].keys() == {unfit}
-    assert f"{scratch} is not mounted" in run.events("preflight")[-1]["left_out"][unfit]
-    assert run.events("launch")[0]["nodes"] == [fit]
+    assert run.events("preflight")[-1]["left_out"].keys() == {other}
+    assert f"{scratch} is not mounted" in run.events("preflight")[-1]["left_out"][other]
+    assert run.events("launch")[0]["nodes"] == [healthy]
     assert read_json(run.paths.validated)["status"] == "valid"
 
 

@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -218,3 +220,25 @@ def make_project(root: Path) -> Project:
     project.write_config()
     project.write_runs("run\ttrain.seed\nbase\t0\n")
     return project
+
+
+@contextmanager
+def killed_and_resumed(project: Project) -> Iterator[None]:
+    """Kill the run of a project after its first checkpoint, train it to its end by the same command, and
+    export it to build/base; end its processes behind the block."""
+    try:
+        process = project.start("train")
+        latest = project.path("checkpoints/latest")
+        wait(lambda: latest.exists() or process.poll() is not None)
+        kill_tree(process.pid)
+        process.communicate()
+        assert latest.exists() and not project.path("trained.json").exists()
+        code, output = project.snakemake("train")
+        assert code == 0, output
+        assert "resume from" in output
+        done = project.forge("export", "base", "--to", "build/base")
+        assert done.returncode == 0, done.stderr
+        yield
+    finally:
+        for left in project.processes():
+            kill_tree(left.pid)
