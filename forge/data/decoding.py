@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import IO
 
 from forge.core.errors import DataError
-from forge.data.input_bytes import CHUNK_BYTES
 from forge.data.not_text import require_plain
 
+CHUNK_BYTES = 2**20  # read at a time
 MAX_DOCUMENT_BYTES = 2**28
 MOST_SHOWN = 200  # characters of the names of columns, in an error
 

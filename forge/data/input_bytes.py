@@ -8,19 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import blake3
 
 from forge.core.files import update_from_file
 from forge.core.text_formats import is_compressed
 from forge.core.tokenize_settings import Tokenize
+from forge.data.decoding import CHUNK_BYTES, Utf8
 from forge.data.not_text import HEAD_BYTES, require_plain, require_text
-
-if TYPE_CHECKING:
-    from forge.data.decoding import Utf8
-
-CHUNK_BYTES = 2**20
 
 Consumed = Callable[[int], None]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from forge.core.files import utf8_bytes
 from forge.core.text_formats import is_compressed
-from forge.data.decoding import check_length, offset_from
-from forge.data.input_bytes import CHUNK_BYTES, TextInput
+from forge.data.decoding import CHUNK_BYTES, check_length, offset_from
+from forge.data.input_bytes import TextInput
 from forge.data.not_text import require_plain, require_text
 
 

@@ -16,7 +16,7 @@ from forge.core.errors import DataError
 from forge.core.files import digest_file
 from forge.core.tokenize_settings import Tokenize
 from forge.data import corpus, decoding, parquet_pages
-from forge.data.input_bytes import CHUNK_BYTES
+from forge.data.decoding import CHUNK_BYTES
 from forge.data.text_formats import text as text_reader
 
 
