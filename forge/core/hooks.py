@@ -95,7 +95,7 @@ class Hooks:
     @_specified
     def text_formats(self) -> Mapping[str, TextFormat]:
         """Values of `tokenize.format`; `TextFormat.module` names the module with the reader, whose
-        contract is in `forge.data.text_formats`. For plugins of a project."""
+        contract is in `forge.data.text_formats`."""
         raise NotImplementedError
 
     @_specified
@@ -143,6 +143,14 @@ class Hooks:
         """Check the options of `forge export` before anything is written. Returns a function of the
         directory that was written, the run or checkpoint (`of_options.saved_run`), and the dtype of the
         weights where the directory may have been there before, else None. Raises ForgeError."""
+        raise NotImplementedError
+
+    @_specified
+    def export_keys(
+        self, config: ResolvedConfig, tokenizer: Any
+    ) -> Mapping[str, Mapping[str, Any]]:
+        """Keys of JSON files of an export, such as generation_config.json, beside or in place of those of
+        the kernel. tokenizer: the `data.tokenizer.LoadedTokenizer` of the run."""
         raise NotImplementedError
 
     @_specified
@@ -357,6 +365,12 @@ def optimizers() -> dict[str, tuple[str, Optimizer]]:
     return dict(_optimizers)
 
 
+@cache
+def own_text_formats() -> dict[str, TextFormat]:
+    """Value of `tokenize.format` -> what is known of a format that a plugin of Forge has."""
+    return _merged(_call().text_formats())
+
+
 def text_formats() -> dict[str, tuple[str, TextFormat]]:
     """Value of `tokenize.format` -> the plugin of the project that has it, and what is known of it."""
     return dict(_text_formats)
@@ -407,6 +421,11 @@ def export_steps(options: Any) -> list[ExportStep]:
     """Functions of plugins, to be called with an export that was written. Raises ForgeError for options
     that one refuses."""
     return list(_call().export_step(options=options))
+
+
+def export_keys(config: ResolvedConfig, tokenizer: Any) -> dict[str, Mapping[str, Any]]:
+    """File of an export -> keys that plugins add."""
+    return _merged(_call().export_keys(config=config, tokenizer=tokenizer))
 
 
 def findings(paths: RunPaths) -> list[Finding]:

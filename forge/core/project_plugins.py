@@ -313,7 +313,9 @@ def _import(name: str, digest: str, files: Mapping[str, bytes]) -> None:
     sys.meta_path.append(finder)
     try:
         module = importlib.import_module(f"{package}.{HOOKS}")
-        hooks.register(name, module, {*ARCHITECTURES, *OPTIMIZERS, AUTO, *FORMATS})
+        hooks.register(
+            name, module, {*ARCHITECTURES, *OPTIMIZERS, AUTO, *FORMATS, *hooks.own_text_formats()}
+        )
     except (Exception, SystemExit) as err:
         sys.meta_path.remove(finder)
         for known in [m for m in sys.modules if m.partition(".")[0] == package]:

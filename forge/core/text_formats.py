@@ -19,14 +19,18 @@ class TextFormat(NamedTuple):
     mark: str = ""
     """Word in the ids of what is made of its files; only of a format whose files `auto` once took for
     text."""
+    special_tokens: tuple[str, ...] = ()
+    """Special tokens of its documents. Where there are some, documents are packed whole into windows of
+    tokenize.seq_len tokens, and only some of their tokens are learned (`data.packing`)."""
 
     def check_of_plugin(self, name: str) -> None:
         """Raise ValueError for what a plugin of a project cannot have. What `auto` reads does not depend
         on the project that reads it."""
-        if self.endings or self.mark or not self.module or not re.fullmatch(NAME, name):
+        refused = self.endings or self.mark or self.special_tokens
+        if refused or not self.module or not re.fullmatch(NAME, name):
             raise ValueError(
                 f"text_formats: {name} is {self!r:.200}: a plugin's has a module, neither endings nor a"
-                " mark, and a name of small letters, digits and _"
+                " mark nor special tokens, and a name of small letters, digits and _"
             )
 
 

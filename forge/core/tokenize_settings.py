@@ -39,19 +39,32 @@ def _is_known(value: Any, read: ValidatorFunctionWrapHandler) -> Any:
     `data.corpus` imports its copy where text is read, and nothing else does."""
     if isinstance(value, str) and OF_PLUGIN.fullmatch(value):
         return value
-    of_plugins = hooks.text_formats()
-    if value in [*of_plugins]:  # a list: the value may be one that cannot be hashed
+    if value in [AUTO, *FORMATS]:  # a list: the value may be one that cannot be hashed
+        return read(value)
+    own, of_plugins = hooks.own_text_formats(), hooks.text_formats()
+    if value in [*own]:
+        return value
+    if value in [*of_plugins]:
         plugin = of_plugins[value][0]
         return f"{value}@{plugin}:{project_plugins.used()[plugin]}"
-    if value not in [AUTO, *FORMATS]:
-        raise ValueError(f"must be one of {', '.join((AUTO, *FORMATS, *of_plugins))}")
-    return read(value)
+    raise ValueError(f"must be one of {', '.join((AUTO, *FORMATS, *own, *of_plugins))}")
+
+
+def _with_own(schema: dict[str, Any]) -> None:
+    """Add the formats that plugins of Forge have to those that an editor knows."""
+    schema["enum"] = [*schema["enum"], *hooks.own_text_formats()]
 
 
 if TYPE_CHECKING:
     FormatName = str
 else:
-    FormatName = SerializeAsAny[Annotated[Literal[(AUTO, *FORMATS)], WrapValidator(_is_known)]]
+    FormatName = SerializeAsAny[
+        Annotated[
+            Literal[(AUTO, *FORMATS)],
+            WrapValidator(_is_known),
+            Field(json_schema_extra=_with_own),
+        ]
+    ]
 
 
 class Tokenizer(Section):
@@ -107,6 +120,31 @@ class Source(Section):
     """Cuts text files into documents at this string; null makes each text file one document."""
     invalid_utf8: Literal["error", "replace"] = "error"
     """Bytes that are not UTF-8: stop and name file and offset, or replace them by U+FFFD."""
+
+    seq_len: int | None = later(None, ge=2)
+    """Tokens of the windows into which conversations (`format: chat`) are packed whole: that of `train`.
+    null for all other formats, whose windows begin anywhere in a document."""
+    too_long: Literal["error", "cut"] = later("error")
+    """A conversation that `seq_len` tokens do not hold: stop and name it, or cut its end off."""
+
+    @model_validator(mode="after")
+    def _windows_of_conversations(self) -> Self:
+        if self.is_packed and self.seq_len is None:
+            raise ValueError(f"the format {self.format} needs seq_len, that of train")
+        of_packed = [key for key in ("seq_len", "too_long") if key in self.model_fields_set]
+        if not self.is_packed and any(getattr(self, key) for key in of_packed):
+            keys = " and ".join(of_packed)
+            raise ValueError(
+                f"{keys}: for formats of conversations, and the format is {self.format}"
+            )
+        return self
+
+    @property
+    def is_packed(self) -> bool:
+        """Return whether documents are packed whole, and only some of their tokens are learned."""
+        if self.format in [AUTO, *FORMATS] or OF_PLUGIN.fullmatch(self.format):
+            return False
+        return bool(hooks.own_text_formats()[self.format].special_tokens)
 
     @property
     def shown_inputs(self) -> str:

@@ -48,6 +48,8 @@ def resolve(config: Config) -> ResolvedConfig:
             " the path is expanded"
         )
     config = model.with_pretrained(config)
+    if not config.ids:  # the config of a tokenizer or tokens has no train
+        _check_windows(config)
     try:
         ids = config.ids or resolve_ids(config)
     except (ConfigError, DataError) as err:
@@ -64,6 +66,17 @@ def resolve(config: Config) -> ResolvedConfig:
     if not config.ids and ids.tokenizer:
         model.check_tokenizer(resolved)
     return resolved
+
+
+def _check_windows(config: Config) -> None:
+    """ConfigError where conversations would be packed into other windows than those of training."""
+    for one in config.tokenize.corpora.values():
+        if one.seq_len not in (None, config.train.seq_len):
+            raise ConfigError(
+                f"run {config.run}: conversations are packed into windows of {one.seq_len} tokens, and"
+                f" train.seq_len is {config.train.seq_len}",
+                fix="give seq_len beside their inputs the value of train.seq_len",
+            )
 
 
 def used_plugins(config: Config) -> dict[str, str]:

@@ -397,7 +397,7 @@ def text_format(kind: str) -> TextFormat:
     the project does not have that plugin, with that digest."""
     match = OF_PLUGIN.fullmatch(kind)
     if match is None:
-        return TEXT_FORMATS[kind]
+        return TEXT_FORMATS.get(kind) or hooks.own_text_formats()[kind]
     name, plugin, digest = match.groups()
     if project_plugins.used().get(plugin) != digest:
         use_recorded({plugin: digest}, f"the format {name}")

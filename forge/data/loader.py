@@ -77,26 +77,35 @@ class Loader:
 
 def eval_batches(
     windows: Windows, count: int, *, rank: int, world_size: int, micro: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    """This rank's share of `count` fixed windows: inputs, targets, and the number of tokens to count.
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, int]]:
+    """This rank's share of `count` fixed windows: inputs, targets, and the numbers of tokens and of
+    targets to count.
 
     The windows (all, if there are fewer than `count`) are spread evenly over the shards, and each is
     used once over all ranks. Every rank yields the same number of batches of at most `micro` rows,
     because FSDP2's forward waits for all ranks: a batch without a window repeats one and counts 0
-    tokens. The loss is sum(loss * tokens) / sum(tokens) over batches and ranks.
+    tokens. The loss is sum(loss * tokens) / sum(targets) over batches and ranks.
     """
     chosen = spread_evenly(windows.num_samples, count)
     num_batches = -(-len(chosen) // (world_size * micro))
     shares = np.array_split(chosen, num_batches * world_size)
     for indices in shares[rank::world_size]:
         inputs, targets = split(windows.gather(indices if len(indices) else chosen[:1]))
-        yield inputs, targets, len(indices) * windows.seq_len
+        num_tokens = len(indices) * windows.seq_len
+        yield inputs, targets, num_tokens, min(num_tokens, num_targets(targets))
 
 
 def split(windows: np.ndarray) -> Any:
-    """Split windows [B, seq_len + 1] into inputs and targets, int64 [B, seq_len] each."""
+    """Split windows [B, seq_len + 1] into inputs and targets, int64 [B, seq_len] each. A target is
+    negative where the token is never learned."""
     tokens = torch.from_numpy(windows)
-    return tokens[:, :-1], tokens[:, 1:]
+    inputs = torch.where(tokens < 0, ~tokens, tokens) if windows.min(initial=0) < 0 else tokens
+    return inputs[:, :-1], tokens[:, 1:]
+
+
+def num_targets(targets: torch.Tensor) -> int:
+    """Number of the targets that are learned."""
+    return int(torch.count_nonzero(targets >= 0))
 
 
 class Prefetcher:

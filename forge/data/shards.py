@@ -159,10 +159,12 @@ class ShardManifest(Record):
     inputs: list[InputEntry]
     splits: dict[Split, list[ShardEntry]]
     totals: dict[Split, Total]
+    masked: bool = Field(False, exclude_if=lambda masked: not masked)
+    """Shards have `vocab_size` + id for a token that is read and never learned."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.vocab_size > 2 ** (8 * DTYPES[self.dtype].itemsize):
+        if self.vocab_size * (1 + self.masked) > 2 ** (8 * DTYPES[self.dtype].itemsize):
             raise ValueError(f"{self.vocab_size} token ids do not fit into {self.dtype}")
         if self.eos_id >= self.vocab_size:
             raise ValueError(f"eos_id {self.eos_id} is not below vocab_size {self.vocab_size}")
@@ -192,6 +194,8 @@ class Shard:
     path: Path
     num_tokens: int
     dtype: np.dtype[Any]
+    masked_from: int = 0
+    """Numbers from here on are ids of tokens that are read and never learned, plus this; 0 for none."""
 
     @property
     def num_bytes(self) -> int:
@@ -208,8 +212,13 @@ class Shard:
         return max(self.num_tokens - 1, 0) // seq_len
 
     def read(self) -> np.memmap[Any, Any]:
-        """The ids, memory-mapped and read-only: shape (num_tokens,)."""
+        """The ids, with `masked_from`, memory-mapped and read-only: shape (num_tokens,)."""
         return np.memmap(self.path, dtype=self.dtype, mode="r", shape=(self.num_tokens,))
+
+    def ids(self, first: int = 0, end: int | None = None) -> NDArray[Any]:
+        """The ids alone, of the tokens `first` up to `end`."""
+        ids = self.read()[first:end]
+        return ids % self.masked_from if self.masked_from else ids
 
 
 def shard_list(
@@ -244,9 +253,12 @@ class ShardSet:
         """
         manifest = ShardManifest.read(folder / MANIFEST)
         _require_right_reading(folder, manifest)
-        dtype = DTYPES[manifest.dtype]
+        dtype, masked_from = DTYPES[manifest.dtype], manifest.vocab_size * manifest.masked
         train, val = (
-            [Shard(folder / entry.file, entry.tokens, dtype) for entry in manifest.splits[split]]
+            [
+                Shard(folder / entry.file, entry.tokens, dtype, masked_from)
+                for entry in manifest.splits[split]
+            ]
             for split in SPLITS
         )
         shard_list(folder, manifest.splits, dtype).check_sizes()
@@ -266,6 +278,11 @@ class ShardSet:
     @property
     def tokenizer_digest(self) -> str:
         return self.manifest.tokenizer_digest
+
+    @property
+    def masked(self) -> bool:
+        """Return whether some tokens are read and never learned."""
+        return self.manifest.masked
 
     @property
     def by_source(self) -> dict[str, ShardSet]:
@@ -342,8 +359,16 @@ class ShardWriter:
     at the first document that reaches `shard_tokens`.
     """
 
-    def __init__(self, folder: Path, prefix: str, vocab_size: int, shard_tokens: int) -> None:
-        self.folder, self.prefix = folder, prefix
+    def __init__(
+        self,
+        folder: Path,
+        prefix: str,
+        vocab_size: int,
+        shard_tokens: int,
+        tail: Sequence[int] = (),
+    ) -> None:
+        """tail: of each shard, after its last document."""
+        self.folder, self.prefix, self._tail = folder, prefix, np.array(tail, np.uint32)
         self.vocab_size, self.shard_tokens = vocab_size, shard_tokens
         self.entries: list[ShardEntry] = []
         self._dtype = DTYPES[dtype_name(vocab_size)]
@@ -376,6 +401,14 @@ class ShardWriter:
         if pending:
             self._write(pending, end, pending_sizes)
 
+    def add_block(self, block: Ids, num_documents: int) -> None:
+        """Append whole documents, which stay in one shard. UnfitError on a full disk."""
+        self._write([block], self._tail[:0], [])
+        self._tokens += len(block)
+        self._documents += num_documents
+        if self._tokens >= self.shard_tokens:
+            self._commit()
+
     def _write(self, arrays: list[Ids], end: Ids, sizes: list[Bytes]) -> None:
         ids = np.concatenate(arrays)
         if len(end) and np.count_nonzero(ids == end) != len(arrays) // 2:
@@ -401,6 +434,9 @@ class ShardWriter:
         return f"{self.prefix}-{len(self.entries):03d}.bin"
 
     def _commit(self) -> None:
+        if len(self._tail):
+            self._write([self._tail], self._tail[:0], [])
+            self._tokens += len(self._tail)
         self._open_files.close()
         entry = ShardEntry(
             file=self._name,

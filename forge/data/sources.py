@@ -64,6 +64,11 @@ class SourceSet:
         return self._first.tokenizer_digest
 
     @property
+    def masked(self) -> bool:
+        """Return whether some tokens of a source are read and never learned."""
+        return any(shards.masked for shards in self.by_source.values())
+
+    @property
     def _first(self) -> ShardSet:
         return next(iter(self.by_source.values()))
 

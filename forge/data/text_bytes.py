@@ -116,12 +116,17 @@ def _measured(shards: ShardSet, data: str, seq_len: int, count: int) -> TextByte
         spelled = _spelled_bytes(Spelling(tokenizer), tokenizer.eos_id)
     windows = Windows(shards.val, seq_len, split="val")
     chosen = spread_evenly(windows.num_samples, count)
-    total = 0
+    total, num_targets = 0, len(chosen) * seq_len
     for shard, first in map(windows.place, chosen):
         targets = slice(first + 1, first + 1 + seq_len)
-        of_ids = spelled[shard.read()[targets]] if estimated else sizes[shard.path][targets]
-        total += int(of_ids.sum())
-    return TextBytes(targets=len(chosen) * seq_len, bytes=total, estimated=estimated)
+        if estimated:
+            ids = shard.read()[targets]
+            learned = ids[ids < shards.vocab_size]
+            num_targets -= len(ids) - len(learned)
+            total += int(spelled[learned].sum())
+        else:
+            total += int(sizes[shard.path][targets].sum())
+    return TextBytes(targets=num_targets, bytes=total, estimated=estimated)
 
 
 def _written_bytes(shard: Shard) -> Any:

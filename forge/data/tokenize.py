@@ -50,6 +50,7 @@ from forge.data.encoders import (
 )
 from forge.data.inputs import corpus_files
 from forge.data.lost_text import LossCounter, Spelling, keeps_all_text
+from forge.data.packing import packing
 from forge.data.shards import (
     DTYPES,
     SPLITS,
@@ -100,6 +101,8 @@ def tokenize(config: ResolvedConfig, *, workers: int) -> Path:
         say(f"tokens {folder.name}: nothing to do")
         return folder
     corpus.import_plugin(config.tokenize)
+    if config.tokenize.is_packed:
+        packing(tokenizer, config.tokenize)  # refused before workers start
     lossy_tokenizer.check_sample(config, tokenizer, files)
     if warning := token_files.warning(files, config.tokenize, tokenizer.vocab_size):
         say(warning)
@@ -184,8 +187,9 @@ def _manifest(
         settings |= {READINGS: sorted(readings)}
     return ShardManifest(
         id=tokens_id,
-        dtype=dtype_name(tokenizer.vocab_size),
+        dtype=dtype_name(_num_ids(config.tokenize, tokenizer)),
         vocab_size=tokenizer.vocab_size,
+        masked=config.tokenize.is_packed,
         eos_id=tokenizer.eos_id,
         tokenizer_id=tokenizer.id,
         tokenizer_digest=tokenizer.digest,
@@ -194,6 +198,11 @@ def _manifest(
         splits=splits,
         totals={split: Total.of(shards) for split, shards in splits.items()},
     )
+
+
+def _num_ids(settings: Tokenize, tokenizer: LoadedTokenizer) -> int:
+    """Numbers that shards may have, as `ShardManifest.masked` says."""
+    return tokenizer.vocab_size * (1 + settings.is_packed)
 
 
 def _statistics(parts: list[FinishedPart]) -> Statistics:
@@ -263,7 +272,7 @@ def _say_equal_files(statistics: Statistics, num_files: int) -> None:
 def _can_be_fast(settings: Tokenize, tokenizer: LoadedTokenizer) -> bool:
     """Return whether gigatoken encodes this corpus: what it cannot read at all is said before the first
     part."""
-    if not settings.fast or settings.format in TOKEN_FORMATS:
+    if not settings.fast or settings.format in TOKEN_FORMATS or settings.is_packed:
         return False
     try:
         fast_encoder(tokenizer)
@@ -450,15 +459,19 @@ def _make_part(number: int, files: list[InputFile]) -> tuple[bytes, list[str]]:
             divided: list[bool] = []
             documents = _documents(number, files, warnings, inputs, divided)
             counter = LossCounter(spelling)
-            _write_text(
-                writers,
-                files,
-                documents,
-                tokenizer=tokenizer,
-                encode=encode,
-                counter=counter,
-                count_bytes=count_bytes,
-            )
+            if _job.settings.is_packed:
+                warning = _write_packed(writers, files, documents, tokenizer, counter)
+                warnings += [warning] if warning else []
+            else:
+                _write_text(
+                    writers,
+                    files,
+                    documents,
+                    tokenizer=tokenizer,
+                    encode=encode,
+                    counter=counter,
+                    count_bytes=count_bytes,
+                )
             sizes = TextCounts(text_files=len(divided), divided_files=sum(divided))
             text = counter.counts() + sizes
     splits = {split: writer.entries for split, writer in writers.items()}
@@ -479,7 +492,7 @@ def _finished_part(path: Path, files: list[InputFile], tokenizer: LoadedTokenize
         part = FinishedPart.model_validate_json(record)
         if part.inputs != inputs or part.tokenizer_digest != tokenizer.digest:
             return None
-        dtype = np.dtype(dtype_name(tokenizer.vocab_size))
+        dtype = np.dtype(dtype_name(_num_ids(_job.settings, tokenizer)))
         if part.text is None and _job.settings.format not in TOKEN_FORMATS:
             return None  # of an earlier version, which did not count
         verify([shard_list(_job.folder, part.splits, dtype)])
@@ -525,7 +538,12 @@ def _documents(
 
 def _writer(split: Split, number: int, tokenizer: LoadedTokenizer) -> ShardWriter:
     prefix = f"{split}-{number:05d}"
-    return ShardWriter(_job.folder, prefix, tokenizer.vocab_size, _job.settings.shard_tokens)
+    settings = _job.settings
+    # The last target of a window is the first token of the next one.
+    tail = [tokenizer.vocab_size + tokenizer.eos_id] if settings.is_packed else []
+    return ShardWriter(
+        _job.folder, prefix, _num_ids(settings, tokenizer), settings.shard_tokens, tail
+    )
 
 
 def _write_tokens(
@@ -589,6 +607,39 @@ def _write_text(
             raise
         num_documents += len(batch)
         counter.add(batch, encoded)
+
+
+def _write_packed(
+    writers: dict[Split, ShardWriter],
+    files: list[InputFile],
+    documents: Iterator[str],
+    tokenizer: LoadedTokenizer,
+    counter: LossCounter,
+) -> str:
+    """Encode the documents of some files, write their ids in whole windows, and count both; a warning of
+    those that are not whole, "" for none."""
+    settings = _job.settings
+    pack = packing(tokenizer, settings)
+    num_documents = 0
+    for batch in grouped(documents, counter.num_bytes, BATCH_BYTES):
+        encoded: list[Ids] = []
+        packed: dict[Split, list[Ids]] = {split: [] for split in SPLITS}
+        for document in batch:
+            try:
+                ids, of_shard = pack(document)
+            except DataError as err:
+                name = _document_name(files, num_documents)
+                raise DataError(f"{name}: {err.what}", cause=err.cause, fix=err.fix) from None
+            num_documents += 1
+            encoded.append(ids)
+            if of_shard is not None:
+                packed[split_of(document, settings.val_fraction)].append(of_shard)
+        for split, of_split in packed.items():
+            for block, held in pack.blocks(of_split):
+                writers[split].add_block(block, held)
+        counter.add(batch, encoded)
+    names = files[0].name if len(files) == 1 else f"{files[0].name} … {files[-1].name}"
+    return pack.warning(names, num_documents)
 
 
 def _document_name(files: list[InputFile], index: int) -> str:

@@ -292,7 +292,7 @@ def _train(config: ResolvedConfig) -> _TokenizerSource:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=settings.vocab_size,
-        special_tokens=[settings.eos_token or TRAINED_EOS],
+        special_tokens=[settings.eos_token or TRAINED_EOS, *_special_tokens(config)],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -303,6 +303,12 @@ def _train(config: ResolvedConfig) -> _TokenizerSource:
             "every word in it is one token already"
         )
     return _TokenizerSource(tokenizer.to_str(pretty=True).encode())
+
+
+def _special_tokens(config: ResolvedConfig) -> list[str]:
+    """Those of the formats of all sources, sorted."""
+    packed = (one.format for one in config.tokenize.corpora.values() if one.is_packed)
+    return sorted({token for kind in packed for token in corpus.text_format(kind).special_tokens})
 
 
 def _sample(config: ResolvedConfig) -> Iterator[str]:

@@ -44,12 +44,16 @@ class Windows:
         return self.shards[number], int(index - self.starts[number]) * self.seq_len
 
     def gather(self, indices: np.ndarray) -> np.ndarray:
-        """The windows with these indices, in this order, as int64 [len(indices), seq_len + 1]."""
+        """The windows with these indices, in this order, as int64 [len(indices), seq_len + 1]. ~id, which
+        is negative, stands for a token that is read and never learned."""
         windows = np.empty((len(indices), self.seq_len + 1), np.int64)
         shard_of = self.ends.searchsorted(indices, side="right")
         for shard in set(shard_of.tolist()):
             rows = shard_of == shard
             windows[rows] = self._views[shard][indices[rows] - self.starts[shard]]
+            if masked_from := self.shards[shard].masked_from:
+                found = windows[rows]
+                windows[rows] = np.where(found < masked_from, found, ~(found - masked_from))
         return windows
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 
 from forge.checkpoint import directory, resume, storage
 from forge.checkpoint.export_folder import FORMAT, MANIFEST, atomic_directory, is_exported
+from forge.core import hooks
 from forge.core.errors import ConfigError, DataError, UnfitError
 from forge.core.file_list import described
 from forge.core.files import atomic_open, grouped, write_json
@@ -60,8 +62,9 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
         with atomic_directory(target) as draft:
             weights_digest = _write_weights(draft, source, DTYPES[dtype])
             check_final_weights(checkpoint, weights_digest)
-            _write_configs(draft, source, dtype)
-            _write_tokenizer(draft, source)
+            added = hooks.export_keys(source.config, source.tokenizer)
+            _write_configs(draft, source, dtype, added)
+            _write_tokenizer(draft, source, added)
             _write_manifest(draft, source, {**identity, "weights_digest": weights_digest})
     say(f"exported step {checkpoint.step} in {dtype}: {target}")
     return target
@@ -141,7 +144,10 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 # --- configs, tokenizer, manifest, card ---------------------------------------------------------
 
 
-def _write_configs(draft: Path, source: SavedModel, dtype: str) -> None:
+AddedKeys = Mapping[str, Mapping[str, Any]]  # of plugins, by file
+
+
+def _write_configs(draft: Path, source: SavedModel, dtype: str, added: AddedKeys) -> None:
     """Write config.json and generation_config.json, as transformers 4 and 5 read them.
 
     Without a begin-of-text token, which training does not use, and without dropout, which transformers
@@ -162,10 +168,11 @@ def _write_configs(draft: Path, source: SavedModel, dtype: str) -> None:
     write_json(draft / "config.json", config)
     # Finished rows of a batch are filled with the padding token.
     generation = {"eos_token_id": eos_id, "pad_token_id": eos_id}
-    write_json(draft / "generation_config.json", generation)
+    name = "generation_config.json"
+    write_json(draft / name, generation | dict(added.get(name, {})))
 
 
-def _write_tokenizer(draft: Path, source: SavedModel) -> None:
+def _write_tokenizer(draft: Path, source: SavedModel, added: AddedKeys) -> None:
     """Write tokenizer.json and tokenizer_config.json, which give the ids that training used.
 
     One difference is intended: a text that contains the end-of-text token gives its id, as users of
@@ -191,7 +198,7 @@ def _write_tokenizer(draft: Path, source: SavedModel) -> None:
         "model_max_length": source.config.train.seq_len,
         "clean_up_tokenization_spaces": False,
     }
-    write_json(draft / TOKENIZER_CONFIG, settings)
+    write_json(draft / TOKENIZER_CONFIG, settings | dict(added.get(TOKENIZER_CONFIG, {})))
 
 
 def _write_manifest(draft: Path, source: SavedModel, facts: dict[str, Any]) -> None:

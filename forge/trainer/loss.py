@@ -26,7 +26,8 @@ def worth_compiling(device: torch.device) -> bool:
 def linear_cross_entropy(
     hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, *, compiled: bool = False
 ) -> Tensor:
-    """Mean cross entropy of hidden @ weight.T, a scalar in fp32.
+    """Mean cross entropy of hidden @ weight.T, a scalar in fp32. A negative target counts 0 in the sum,
+    and 1 in the number of tokens.
 
     Gradients are computed in the forward pass, while the logits of a chunk are in memory. Under
     autocast the matrix products run in its dtype; the weight's gradient is still summed in fp32.
@@ -51,6 +52,8 @@ def _linear_cross_entropy(
     All chunks use the same buffers: on the CPU, new pages cost as much as a pass over them.
     """
     num_tokens, vocab_size = len(hidden_ND), len(weight_VD)
+    ignored_N = targets_N < 0
+    targets_N = targets_N.clamp(min=0)
     num_rows = _rows_of_chunk(num_tokens, vocab_size, hidden_ND.device.type)
     weight = weight_VD.to(hidden_ND.dtype)
     logits_RV = hidden_ND.new_empty(num_rows, vocab_size)
@@ -72,10 +75,14 @@ def _linear_cross_entropy(
         if not with_grad:
             continue
         torch.mm(grad_logits, weight, out=grad_hidden_ND[rows])
+        # A row of zeros adds nothing to the gradient by the weight.
+        hidden = hidden.masked_fill(ignored_N[rows, None], 0)
         if part_VD is None:
             grad_weight_VD.addmm_(grad_logits.t(), hidden)
         else:
             grad_weight_VD.add_(torch.mm(grad_logits.t(), hidden, out=part_VD))
+    losses_N.masked_fill_(ignored_N, 0)
+    grad_hidden_ND.masked_fill_(ignored_N[: len(grad_hidden_ND), None], 0)
     grad_hidden_ND /= num_tokens
     grad_weight_VD /= num_tokens
     return losses_N.mean(), grad_hidden_ND, grad_weight_VD.to(weight_VD.dtype)

@@ -15,7 +15,7 @@ from forge.core.errors import UnfitError
 from forge.core.memory import Shape, with_micro_batch
 from forge.core.terminal import say
 from forge.core.train_settings import Train, ranks_per_copy, refuse_bf16_of_ddp
-from forge.data.loader import split
+from forge.data.loader import num_targets, split
 from forge.launch.heartbeat import heartbeat
 from forge.launch.kernel_cache import open_kernel_cache
 from forge.launch.process_group import World, named
@@ -42,11 +42,12 @@ class ParallelModel:
         precision: str,
         *,
         eos_id: int | None = None,
+        masked: bool = False,
     ) -> None:
         """Takes a decoder on the meta device, and gives it memory on this rank's device, for this rank's
         rows only where it is sharded. Replaces its parameters, so create the optimizer after this.
 
-        eos_id: ends a document; needed with train.document_mask.
+        eos_id: ends a document; needed with train.document_mask. masked: some tokens are never learned.
         Raises ConfigError where train.shard does not divide the ranks, or the backend cannot shard or
         reduce as the settings say.
         """
@@ -56,7 +57,7 @@ class ParallelModel:
             world,
             precision,
         )
-        self._eos_id = eos_id
+        self._eos_id, self._masked = eos_id, masked
         self._varlen = settings.document_mask and has_varlen(
             decoder.settings, world.device, precision
         )
@@ -184,11 +185,13 @@ class ParallelModel:
 
     def backward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Compute gradients, averaged over ranks; the mean loss of this rank's samples, a scalar on its
-        device.
+        device. Where some tokens are never learned, its sum over the mean number of targets of a rank:
+        its mean over ranks is that over all targets.
 
         inputs, targets: int64 [B / W, seq_len]; accumulated over micro-batches.
         """
         micro, device = self.micro_size, self.world.device
+        per_target = self._tokens_per_target(targets)
         parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
         total = torch.zeros((), device=device)
         for number, (tokens, wanted) in enumerate(parts):
@@ -198,10 +201,17 @@ class ParallelModel:
                     wanted.to(device, non_blocking=True),
                     self._documents(tokens),
                 )
-                share = len(tokens) / len(inputs)
+                share = per_target * len(tokens) / len(inputs)
                 (loss * share).backward()
                 total += loss.detach() * share
         return total
+
+    def _tokens_per_target(self, targets: torch.Tensor) -> float:
+        """Tokens of all ranks by the targets among them; 1.0 where all tokens are learned."""
+        if not self._masked:
+            return 1.0
+        table = self.world.gather([float(num_targets(targets))], "number of targets")
+        return targets.numel() * len(table) / max(1.0, sum(row[0] for row in table))
 
     def gradient_norm(self) -> torch.Tensor:
         """Norm of the gradients over all parameters, a scalar on the device."""

@@ -191,7 +191,12 @@ def _assembled(
     settings, device = config.train, world.device
     model = make_decoder(config.model, tokens.vocab_size)
     parallel = ParallelModel(
-        model, settings, world, precision(settings.precision, device), eos_id=tokens.eos_id
+        model,
+        settings,
+        world,
+        precision(settings.precision, device),
+        eos_id=tokens.eos_id,
+        masked=tokens.masked,
     )
     optimizers = optim.make_optimizers(model, settings)
     loader = train_loader(tokens, settings, world, mix.order if mix else None)

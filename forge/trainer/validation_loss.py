@@ -75,24 +75,24 @@ def measured(
     parallel.decoder.train()
     table = parallel.world.gather(sums, "validation losses")
     totals = [sum(column) for column in zip(*table, strict=True)]
-    means = (loss / tokens for loss, tokens in zip(totals[::2], totals[1::2], strict=True))
+    means = (loss / max(1.0, n) for loss, n in zip(totals[::2], totals[1::2], strict=True))
     return Measured.of(dict(zip(windows, means, strict=True)), text_bytes, mix, step)
 
 
 def _loss_sum(parallel: ParallelModel, windows: Windows) -> tuple[float, float]:
-    """Loss over this rank's share, summed over tokens, and their number."""
+    """Loss over this rank's share, summed over targets, and their number."""
     world = parallel.world
-    total, tokens = 0.0, 0
-    for inputs, targets, counted in eval_batches(
+    total, num_targets = 0.0, 0
+    for inputs, targets, tokens, learned in eval_batches(
         windows,
         parallel.settings.eval_samples,
         rank=world.rank.rank,
         world_size=world.rank.world_size,
         micro=parallel.micro_size,
     ):
-        total += parallel.loss(inputs, targets) * counted
-        tokens += counted
-    return total, float(tokens)
+        total += parallel.loss(inputs, targets) * tokens
+        num_targets += learned
+    return total, float(num_targets)
 
 
 @torch.no_grad()

@@ -108,22 +108,22 @@ class LossEvaluator:
             return self._loss(inputs, targets)
 
     def _validation(self, windows: Windows, num_samples: int) -> tuple[float, int]:
-        """The mean loss over samples of a validation split, and the number of their tokens."""
-        total, num_tokens = 0.0, 0
+        """The mean loss over samples of a validation split, and the number of their targets."""
+        total, num_targets = 0.0, 0
         # One sample on a GPU, where fp32 attention with grouped heads has no kernel that saves memory.
         batch = VALIDATION_BATCH if self._device.type == "cpu" else 1
-        for inputs, targets, counted in eval_batches(
+        for inputs, targets, tokens, learned in eval_batches(
             windows,
             num_samples,
             rank=self._rank,
             world_size=self._world_size,
             micro=batch,
         ):
-            total += self._loss(inputs, targets) * counted
-            num_tokens += counted
-        table = self._of_all_ranks((total, num_tokens), tuple[float, int])
-        num_tokens = sum(row[1] for row in table)
-        return sum(row[0] for row in table) / num_tokens, num_tokens
+            total += self._loss(inputs, targets) * tokens
+            num_targets += learned
+        table = self._of_all_ranks((total, num_targets), tuple[float, int])
+        num_targets = sum(row[1] for row in table)
+        return sum(row[0] for row in table) / max(1, num_targets), num_targets
 
     def _sample(self, number: int, prompt_ids: list[int], task: LossesTask) -> list[int]:
         return self._model.generate(prompt_ids, task.sample_tokens, seed=number)

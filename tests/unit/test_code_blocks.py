@@ -312,7 +312,8 @@ def test_snakefile_of_a_page_is_the_one_that_a_test_runs() -> None:
 
 def read_sheet(block: Block, sheet: Path) -> None:
     sheet.write_text(block.text)
-    runs = run_configs({"train": {"keep_every": 10000, "schedule": "wsd"}}, sheet)
+    values = merged({"train": {"keep_every": 10000, "schedule": "wsd"}}, as_written(block, {}))
+    runs = run_configs(values, sheet)
     assert {name: config.parent for name, config in runs.items()} == {
         line.split("\t")[0]: line.split("\t")[1] or None for line in block.text.splitlines()[1:]
     }

@@ -165,6 +165,7 @@ def _config(
     made = {
         "tokenizer": _tokenizer_settings(part(values, "tokenizer", dict), tokenizer, export),
         "tokenize": section,
+        "train": {"seq_len": part(values, "train", dict).get("seq_len")},  # of packed windows
         "data": str(place / "data"),
         "results": str(place / "results"),
     }

@@ -213,8 +213,9 @@ def test_evaluation_shares_each_window_once_in_equally_many_forward_passes(
     ]
     assert len({len(batches) for batches in ranks}) == 1
     firsts = []
-    for inputs, targets, tokens in (batch for batches in ranks for batch in batches):
+    for inputs, targets, tokens, learned in (batch for batches in ranks for batch in batches):
         assert 1 <= len(inputs) <= micro
+        assert learned == tokens
         assert torch.equal(targets, inputs + 1)
         assert tokens in (0, inputs.numel())
         firsts += inputs[:, 0].tolist() if tokens else []

@@ -151,3 +151,26 @@ def test_loss_that_cannot_be_compiled_warns_and_trains_eager(monkeypatch, make, 
     parallel = make()
     assert "training without torch.compile: RuntimeError: no Triton" in capsys.readouterr().err
     assert parallel.backward(*a_batch()) > 0
+
+
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_a_negative_target_adds_nothing_to_loss_and_gradients(monkeypatch, dtype, error):
+    """Also in a chunk that has none, and where none is learned at all."""
+    monkeypatch.setattr(forge.trainer.loss, "LOGITS_BYTES_CPU", 4 * VOCAB * 20)
+    hidden, weight, targets = inputs_of(60)
+    hidden, weight = (part.detach().to(dtype).requires_grad_() for part in (hidden, weight))
+    for ignored in (slice(3, 50, 3), slice(15, 45), slice(None)):
+        masked = targets.clone()
+        masked[ignored] = ~masked[ignored]
+        hidden.grad = weight.grad = None
+        loss = linear_cross_entropy(hidden, weight, masked)
+        loss.backward()
+        exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+        labels = masked.where(masked >= 0, -100)
+        true_sum = F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum")
+        (true_sum / len(targets)).backward()
+        close = {"rtol": error, "atol": error, "check_dtype": False}
+        torch.testing.assert_close(loss.detach(), true_sum.detach() / 60, **close)
+        for found, true in zip((hidden, weight), exact, strict=True):
+            torch.testing.assert_close(found.grad, true.grad, **close)
+        assert not hidden.grad[masked < 0].any()
