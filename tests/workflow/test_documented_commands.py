@@ -6,11 +6,13 @@ cluster is tried as a dry run, in a project without results.
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 
 import pytest
+import yaml
 from support import pages
 from support.clone import REPOSITORY, Project, kill_tree, make_project
 
@@ -64,9 +66,34 @@ def a_tracker(project: Project) -> None:
 
 
 def families(project: Project) -> None:
-    [sheet] = [block for block in pages.blocks() if block.kind == "tsv"]
-    project.write_runs(sheet.text)
+    project.write_runs(sheet_of("docs/families.md"))
     project.write_config(train={"schedule": "wsd", "keep_every": 10000})
+
+
+def sheet_of(page: str) -> str:
+    """The only sample sheet on a page."""
+    [sheet] = [block for block in pages.blocks() if (block.page, block.kind) == (page, "tsv")]
+    return sheet.text
+
+
+def conversations(project: Project) -> None:
+    """The sources and the sheet of the page, for fewer steps."""
+    lines = [
+        {"messages": [{"role": "user", "content": f"Add one to {n}"}, answer]}
+        for n in range(300)
+        for answer in [{"role": "assistant", "content": f"It is {n + 1}."}]
+    ]
+    (project.root / "chats.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    chats = {"inputs": ["chats.jsonl"], "format": "chat", "seq_len": 64}
+    train = {"seq_len": 64, "schedule": "wsd", "decay_steps": None, "document_mask": True}
+    project.write_config(train=train)
+    path = project.root / "config/config.yaml"
+    values = yaml.safe_load(path.read_text())
+    text = {key: values["tokenize"].pop(key) for key in ("inputs", "document_separator")}
+    values["tokenize"]["sources"] = {"text": text, "chats": chats}
+    path.write_text(yaml.safe_dump(values))
+    sheet = sheet_of("docs/plugins/chat.md")
+    project.write_runs(sheet.replace("1000", "12").replace("1200", "16"))
 
 
 def own_tokenizer(project: Project) -> None:
@@ -78,6 +105,7 @@ def own_tokenizer(project: Project) -> None:
 # What a reader of a page has before its first command.
 PREPARE = {
     "SECURITY.md": their_run,
+    "docs/plugins/chat.md": conversations,
     "docs/plugins/evaluation.md": own_tasks,
     "docs/plugins/tracking.md": a_tracker,
     "docs/families.md": families,

@@ -1,0 +1,1 @@
+"""Chat: training on conversations, of which a model learns the answers (`tokenize.format: chat`)."""
