@@ -177,6 +177,12 @@ class Train(Section):
             )
         return value
 
+    def decay_begin(self, decay_steps: int) -> int:
+        """Step from which on the learning rate decays, in a schedule that ends at `decay_steps`."""
+        if self.schedule == "wsd":
+            return max(self.warmup_steps, round(decay_steps * (1 - self.wsd_decay_fraction)))
+        return self.warmup_steps
+
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
         if self.decay_steps is not None and self.warmup_steps > self.decay_steps:

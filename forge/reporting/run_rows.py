@@ -5,14 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from forge.checkpoint.manifest import Manifest, RecordedMix
 from forge.core.config import Ids
 from forge.core.errors import DataError
+from forge.core.files import canonical, digest_bytes
 from forge.core.mix import MixStage
-from forge.core.paths import RunPaths, checkpoint_step, tokens_folder
+from forge.core.paths import MANIFEST, RunPaths, checkpoint_step, tokens_folder
 from forge.core.records import Evaluation, Score
+from forge.data.shards import ShardManifest
 from forge.data.statistics import read_statistics
+from forge.reporting.run_files import RunFiles
+from forge.reporting.run_state import data_folder, ids_of
+
+OF_SHARDS = ("shard_tokens", "part_mib")
 
 
 @dataclass(frozen=True)
@@ -125,3 +132,32 @@ def _evaluations(paths: RunPaths) -> list[Evaluation]:
 def _settings(evaluation: Evaluation) -> dict[str, object]:
     """Settings that must be equal for the scores of two checkpoints to be compared."""
     return evaluation.of.model_dump(exclude={"checkpoint_digest"})
+
+
+def validation_text(paths: RunPaths) -> str:
+    """Digest of the files of a run's text, and of the keys that select its validation documents; "" where
+    its tokens are not here."""
+    files = RunFiles(paths)
+    data, ids = data_folder(files), ids_of(files.config)
+    of_source = ids.sources or {"": ids.tokens}
+    try:
+        tokens = {
+            name: ShardManifest.read_if_there(tokens_folder(data, one) / MANIFEST)
+            for name, one in of_source.items()
+            if data and one
+        }
+    except DataError:
+        return ""
+    known = {name: one for name, one in tokens.items() if one}
+    if len(known) < len(of_source):
+        return ""
+    text = {
+        name: [sorted(entry.digest for entry in one.inputs), _without_sizes(one.settings)]
+        for name, one in known.items()
+    }
+    return digest_bytes(canonical(text))
+
+
+def _without_sizes(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a token set on which its documents depend."""
+    return {key: value for key, value in settings.items() if key not in OF_SHARDS}

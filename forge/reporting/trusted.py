@@ -125,6 +125,12 @@ def trusted_data(run: RunPaths, file: str | None, *, writes: bool = False) -> st
     return _of_file(file, run).data if file else project_folder("data")
 
 
+def project_runs() -> tuple[dict[str, Config], str]:
+    """The configs of all rows of the project's sample sheet, and its path. Raises ConfigError."""
+    values, sheet = _base(CONFIG)
+    return with_steps(run_configs(values, str(sheet))), str(sheet)
+
+
 def training_settings(named: str, config: ResolvedConfig, overrides: dict[str, Any]) -> RunSettings:
     """Sections of plugins for training by the config that a user names: those of that
     config, and for a run's config.json, which has none, of the project's."""

@@ -106,9 +106,7 @@ def learning_rate(step: int, train: Train, decay_steps: int) -> float:
         return train.lr * train.min_lr_ratio
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps  # + 1: step 0 would change nothing
-    start = train.warmup_steps
-    if train.schedule == "wsd":
-        start = max(start, round(decay_steps * (1 - train.wsd_decay_fraction)))
+    start = train.decay_begin(decay_steps)
     done = max(0, step - start) / max(1, decay_steps - start)
     left = (1 + math.cos(math.pi * done)) / 2 if train.schedule == "cosine" else 1 - done
     return train.lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * left)

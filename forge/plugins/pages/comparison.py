@@ -9,24 +9,20 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forge.core.config import FOLDERS, as_recorded
-from forge.core.errors import DataError
-from forge.core.files import canonical, digest_bytes, read_object_or_empty
-from forge.core.paths import MANIFEST, RunPaths, tokens_folder
+from forge.core.files import read_object_or_empty
+from forge.core.paths import RunPaths
 from forge.core.records import BitsPerByte
 from forge.core.terminal import duration, say
-from forge.data.shards import ShardManifest
 from forge.plugins.pages.curves import device_hours, facts, read_curves_or_empty
 from forge.plugins.pages.node_load import read_loads
-from forge.reporting.run_files import RunFiles
-from forge.reporting.run_rows import ScoreRow, read_scores
-from forge.reporting.run_state import RunState, data_folder, ids_of
+from forge.reporting.run_rows import ScoreRow, read_scores, validation_text
+from forge.reporting.run_state import RunState
 from forge.reporting.summary import summarize
 
 if TYPE_CHECKING:
     import pandas as pd
 
 NONE = "–"
-OF_SHARDS = ("shard_tokens", "part_mib")
 
 
 def _number(digits: str) -> Callable[[float], str]:
@@ -135,36 +131,8 @@ def _run(paths: RunPaths, name: str) -> ComparedRun:
     }
     config = _flat(as_recorded(read_object_or_empty(paths.config)))
     evals = history.evals.dropna(subset=["loss"])[["step", "loss"]]
-    scores, text = read_scores(paths), _validation_text(paths)
+    scores, text = read_scores(paths), validation_text(paths)
     return ComparedRun(name, summary.state, values, scores, config, text, evals)
-
-
-def _validation_text(paths: RunPaths) -> str:
-    """Digest of the files of a run's text, and of the keys that select its validation documents."""
-    files = RunFiles(paths)
-    data, ids = data_folder(files), ids_of(files.config)
-    of_source = ids.sources or {"": ids.tokens}
-    try:
-        tokens = {
-            name: ShardManifest.read_if_there(tokens_folder(data, one) / MANIFEST)
-            for name, one in of_source.items()
-            if data and one
-        }
-    except DataError:
-        return ""
-    known = {name: one for name, one in tokens.items() if one}
-    if len(known) < len(of_source):
-        return ""
-    text = {
-        name: [sorted(entry.digest for entry in one.inputs), _without_sizes(one.settings)]
-        for name, one in known.items()
-    }
-    return digest_bytes(canonical(text))
-
-
-def _without_sizes(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a token set on which its documents depend."""
-    return {key: value for key, value in settings.items() if key not in OF_SHARDS}
 
 
 def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:

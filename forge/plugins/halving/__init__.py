@@ -1,0 +1,1 @@
+"""Halving: a sweep whose worse runs stop, and whose best ones train on."""
