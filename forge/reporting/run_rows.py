@@ -19,7 +19,7 @@ from forge.data.statistics import read_statistics
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import data_folder, ids_of
 
-OF_SHARDS = ("shard_tokens", "part_mib")
+OF_SHARDS = ("shard_tokens", "part_mib", "seq_len")
 
 
 @dataclass(frozen=True)

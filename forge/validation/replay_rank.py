@@ -10,6 +10,7 @@ import torch
 
 from forge.checkpoint import directory, storage
 from forge.core.config import ResolvedConfig
+from forge.data.loader import num_targets
 from forge.data.sources import Tokens, open_tokens
 from forge.launch.process_group import World
 from forge.launch.rank_records import RankRecord, ReplayResult, ReplayTask
@@ -69,12 +70,14 @@ def _train(
 
 @torch.no_grad()
 def _window_losses(world: World, step: int, start: Start) -> list[float | None]:
-    """Loss of each window in the batch of a step, counted from 0, without dropout."""
+    """Loss of each window in the batch of a step, counted from 0, over its targets, without dropout."""
     parallel = start.parallel
     parallel.decoder.eval()
     inputs, targets = start.train_step.loader.batch(step)
+    rows = [(inputs[row : row + 1], targets[row : row + 1]) for row in range(len(inputs))]
     own = [
-        parallel.loss(inputs[row : row + 1], targets[row : row + 1]) for row in range(len(inputs))
+        parallel.loss(tokens, wanted) * wanted.numel() / max(1, num_targets(wanted))
+        for tokens, wanted in rows
     ]
     table = world.gather_objects(own, list[float], "losses of windows")
     return [loss if math.isfinite(loss) else None for rank in table for loss in rank]

@@ -50,7 +50,8 @@ class RunSamples:
 
     @cached_property
     def _documents(self) -> dict[Path, TokenDocuments]:
-        return {shards.folder: TokenDocuments(shards) for shards in self.sources.values()}
+        decode = self.tokenizer.decode
+        return {one.folder: TokenDocuments(one, decode) for one in self.sources.values()}
 
     # --- what a step has read -----------------------------------------------------------------------
 
@@ -93,12 +94,12 @@ class RunSamples:
     def _document(self, shards: ShardSet, shard: Shard, span: Span) -> dict[str, Any]:
         """Part of a document in a window, with where it begins there: by tokens, and by characters where
         the text is here."""
-        origin, token = self._documents[shards.folder].origin(shard, span.number), None
+        origin, token = self._documents[shards.folder].origin(shard, span), None
         if origin.text:
             offsets = self.tokenizer.encoding(origin.text).offsets
             at = span.first - span.start
             token = offsets[at][0] if at < len(offsets) else len(origin.text)
-        ids = shard.read()[span.first : span.end]
+        ids = shard.ids(span.first, span.end)
         return {
             **origin.keys,
             "token": span.first - span.start,
@@ -157,13 +158,13 @@ class RunSamples:
                 for part in self._documents[shards.folder].parts_of(digest)
                 for shard in self._documents[shards.folder].shards_of(part)
                 for span in self._documents[shards.folder].spans(shard, 0, shard.num_tokens)
-                if self._documents[shards.folder].origin(shard, span.number).digest == digest
+                if self._documents[shards.folder].origin(shard, span).digest == digest
             ]
         )
 
     def _decoded(self, shards: ShardSet, shard: Shard) -> Iterator[tuple[Span, str]]:
         spans = list(self._documents[shards.folder].spans(shard, 0, shard.num_tokens))
-        ids = shard.read()
+        ids = shard.ids()
         for at in range(0, len(spans), DOCUMENTS_AT_ONCE):
             batch = spans[at : at + DOCUMENTS_AT_ONCE]
             texts = self.tokenizer.tokenizer.decode_batch(
@@ -174,7 +175,7 @@ class RunSamples:
 
     def _around(self, shard: Shard, span: Span, at: int, to: int) -> Span:
         """The tokens of a document that hold its characters [at, to)."""
-        ids = shard.read()[span.start : span.end].tolist()
+        ids = shard.ids(span.start, span.end).tolist()
 
         def characters(count: int) -> int:
             return len(self.tokenizer.decode(ids[:count]).rstrip("\ufffd"))
@@ -189,7 +190,7 @@ class RunSamples:
         return [
             {
                 "source": place.source,
-                **self._documents[place.shards.folder].origin(place.shard, place.span.number).keys,
+                **self._documents[place.shards.folder].origin(place.shard, place.span).keys,
                 "character": place.character,
                 "windows": own,
                 "steps": sorted(

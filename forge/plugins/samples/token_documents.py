@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,8 +56,8 @@ class TokenDocuments:
     """Documents of the training shards of a token set. The files are those that its manifest names: what
     a file has counts only with the digest that it has there."""
 
-    def __init__(self, shards: ShardSet) -> None:
-        self.shards = shards
+    def __init__(self, shards: ShardSet, decode: Callable[[list[int]], str]) -> None:
+        self.shards, self._decode = shards, decode
         manifest = shards.manifest
         self._settings: dict[str, Any] = manifest.settings
         self._is_text = manifest.settings.get("format") not in TOKEN_FORMATS
@@ -70,34 +70,47 @@ class TokenDocuments:
         self.origins = functools.lru_cache(maxsize=4)(self._origins)
 
     def spans(self, shard: Shard, first: int, last: int) -> Iterator[Span]:
-        """The parts of documents in the tokens [first, last), each with the token that ends it."""
-        ids = shard.read()
+        """The parts of documents in the tokens [first, last), each with the token that ends it; without
+        padding."""
+        ids = shard.ids()
         ends = first + np.flatnonzero(ids[first:last] == self.shards.eos_id)
         before = np.flatnonzero(ids[:first] == self.shards.eos_id)
         number, start, here = len(before), int(before[-1]) + 1 if len(before) else 0, first
         for end in [*ends.tolist(), last - 1]:
-            if here <= end:
+            is_padding = self.shards.masked and start == end
+            if here <= end and not is_padding:
                 yield Span(number, start, here, end + 1)
             number, start, here = number + 1, end + 1, end + 1
 
-    def origin(self, shard: Shard, number: int) -> Origin:
-        """Origin of a document by its number in the shard."""
+    def origin(self, shard: Shard, span: Span) -> Origin:
+        """Origin of a document: by its number in the shard, or, where documents are packed into windows
+        in another order, by its text."""
         part = _part(shard)
         if not self._is_text or part >= len(self._parts):
             return Origin()
+        if self.shards.masked:
+            text = self._text(shard, span.start)
+            of_part = ", ".join(entry.name for entry in self._parts[part])
+            return next((o for o in self.origins(part) if o.text == text), Origin(one_of=of_part))
         earlier = [
             entry.documents
             for entry in self.shards.manifest.splits["train"]
             if _part(self.shards.folder / entry.file) == part and entry.file < shard.path.name
         ]
         found = self.origins(part)
-        place = sum(earlier) + number
+        place = sum(earlier) + span.number
         if place < len(found):
             return found[place]
         there = {origin.input for origin in found}
         names = [entry.name for entry in self._parts[part] if entry.name not in there]
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         return Origin(one_of=", ".join(names[:MOST_NAMED]) + more)
+
+    def _text(self, shard: Shard, start: int) -> str:
+        """The document that begins at this token of packed windows."""
+        ids = shard.ids(start, start + self._settings["seq_len"])
+        ends = np.flatnonzero(ids == self.shards.eos_id)
+        return self._decode(ids[: ends[0] if len(ends) else None].tolist())
 
     def parts_of(self, digest: str) -> list[int]:
         """Numbers of the parts with input files of this digest."""

@@ -110,7 +110,8 @@ def tuned(base: Run, name: str, *overrides: str, goal: int = BASE + 6) -> Run:
 @pytest.fixture(scope="module")
 def whole(base: Run) -> Run:
     """Six steps on conversations, on one rank and in one micro-batch."""
-    return finished(tuned(base, "whole", "--train.micro_batch_size=8"))
+    saves = ("--train.checkpoint_every=2", "--train.keep_every=2")
+    return finished(tuned(base, "whole", "--train.micro_batch_size=8", *saves))
 
 
 def windows_of(project: Path, run: Run, split: str) -> np.ndarray:
@@ -192,6 +193,40 @@ def test_losses_are_those_of_a_plain_loop_of_transformers(
     val = windows_of(project, whole, "val")
     [line] = [n for n in json_lines.read(whole.paths.metrics) if n["kind"] == "eval"][-1:]
     assert loss(models["whole"], val) == pytest.approx(line["loss"], rel=1e-5)
+
+
+def test_samples_of_a_step_name_each_conversation_by_its_line(
+    project: Path, whole: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `forge samples`: also the highest loss of a window, per target."""
+    step = str(BASE + 4)
+    outcome = forge(
+        "samples", str(whole.folder), "--step", step, "--losses", "--json", *data_of(whole)
+    )
+    assert outcome.code == 0, outcome.text
+    rows = json.loads(capsys.readouterr().out)
+    lines = (project / "chats.jsonl").read_text().splitlines()
+    texts = [
+        "".join(
+            f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n"
+            for one in json.loads(line)["messages"]
+        )
+        for line in lines
+    ]
+    whole_ones = [d for row in rows for d in row["documents"] if d["text"] != "<|im_start|>"]
+    assert len(whole_ones) > len(rows) == 8
+    for document in whole_ones:
+        assert document["input"].endswith("chats.jsonl")
+        assert document["text"] == texts[document["document"] - 1]
+    learned = np.array([np.count_nonzero(row[1:] >= 0) for row in drawn(project, whole, BASE + 3)])
+    by_row = np.array([row["loss"] for row in sorted(rows, key=lambda row: row["row"])])
+    mean = float((by_row * learned).sum() / learned.sum())
+    assert mean == pytest.approx(numbers(whole)[3, 0], rel=1e-5)
+    assert [row["loss"] for row in rows] == sorted(by_row, reverse=True)
+
+
+def data_of(run: Run) -> list[str]:
+    return ["--data", read_json(run.paths.config)["data"]]
 
 
 def test_a_model_that_was_trained_on_text_answers_in_a_planted_form_where_it_is_handed_on(
