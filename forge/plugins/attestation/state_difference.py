@@ -7,23 +7,14 @@ and of cores.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forge.checkpoint.directory import Checkpoint
-from forge.checkpoint.index import INDEX, Index, StoredTensor
-from forge.core.errors import DataError
-from forge.core.files import disk_trouble, open_regular, plain_name
-
-# As torch names its types. NumPy has no bfloat16: it is the upper half of a float32.
-NUMPY_TYPES = {
-    **{"float32": "<f4", "float64": "<f8", "float16": "<f2", "int64": "<i8"},
-    "bfloat16": "<u2",
-}
-WEIGHTS = "model."  # names of weights begin so, those of optimizer states do not
+from forge.checkpoint.index import StoredTensor
+from forge.checkpoint.stored_tensors import WEIGHTS, numbers_of, read_tensor, stored_tensors
 
 
 @dataclass(frozen=True)
@@ -48,20 +39,20 @@ def state_difference(
     loss = _loss_difference(made, stated)
     if made.manifest.files == stated.manifest.files:
         return StateDifference(True, 0.0, loss)
-    ours, theirs = _index(made), _index(stated)
+    ours, theirs = stored_tensors(made), stored_tensors(stated)
     if _shapes(ours) != _shapes(theirs):
         return StateDifference(False, math.inf, loss)
-    before = _index(begin) if begin else {}
+    before = stored_tensors(begin) if begin else {}
     apart = moved = 0.0
     is_bitwise = True
     for name in theirs:
-        one, other = _tensor(made, ours[name]), _tensor(stated, theirs[name])
+        one, other = read_tensor(made, ours[name]), read_tensor(stated, theirs[name])
         is_bitwise = is_bitwise and one.tobytes() == other.tobytes()
         if name.startswith(WEIGHTS):
-            numbers = _numbers(other, theirs[name])
-            apart += _squares(_numbers(one, ours[name]) - numbers)
+            numbers = numbers_of(other, theirs[name])
+            apart += _squares(numbers_of(one, ours[name]) - numbers)
             if begin and name in before:
-                numbers = numbers - _numbers(_tensor(begin, before[name]), before[name])
+                numbers = numbers - numbers_of(read_tensor(begin, before[name]), before[name])
             moved += _squares(numbers)
     return StateDifference(is_bitwise, math.sqrt(apart / moved) if moved else math.inf, loss)
 
@@ -76,40 +67,8 @@ def _loss_difference(made: Checkpoint, stated: Checkpoint) -> float:
     return max((abs(one - other) for one, other in pairs), default=math.inf)
 
 
-def _index(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    return Index.read(checkpoint.folder / INDEX).tensors
-
-
 def _shapes(tensors: dict[str, StoredTensor]) -> dict[str, tuple[str, list[int]]]:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-
-
-def _tensor(checkpoint: Checkpoint, tensor: StoredTensor) -> NDArray[np.generic]:
-    """A whole tensor, as the numbers of its type in NumPy."""
-    sizes = {name: file.bytes for name, file in checkpoint.manifest.files.items()}
-    for part in tensor.parts:  # before memory is taken for them
-        if part.start + part.bytes > sizes.get(part.file, 0):
-            raise DataError(f"{checkpoint.folder / part.file} ends before what {INDEX} has in it")
-    whole = np.empty(tensor.shape, NUMPY_TYPES[tensor.dtype])
-    for part in tensor.parts:
-        path = checkpoint.folder / plain_name(part.file)
-        with disk_trouble(path, "read"), open_regular(path) as file:
-            file.seek(part.start)
-            data = file.read(part.bytes)
-        slices = tuple(_slices(part.offset, part.shape))
-        whole[slices] = np.frombuffer(data, whole.dtype).reshape(part.shape)
-    return whole
-
-
-def _slices(offset: list[int], shape: list[int]) -> Iterator[slice]:
-    for begin, length in zip(offset, shape, strict=True):
-        yield slice(begin, begin + length)
-
-
-def _numbers(tensor: NDArray[np.generic], stored: StoredTensor) -> NDArray[np.float64]:
-    if stored.dtype == "bfloat16":
-        tensor = (tensor.astype("<u4") << 16).view("<f4")
-    return tensor.astype(np.float64)
 
 
 def _squares(numbers: NDArray[np.float64]) -> float:
