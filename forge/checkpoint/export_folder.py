@@ -84,9 +84,11 @@ class _ExportFacts(BaseModel):
 
 
 def record_export(target: Path) -> None:
-    """Write exported.json of the run that the target, its default directory, is in."""
+    """Write exported.json of the run that the target, its default directory, is in; not for a merge."""
     paths = RunPaths(target.parent.parent)
     facts = read_json(target / MANIFEST)
+    if "merged" in facts:
+        return
     folder = str(target.relative_to(paths.root))
     Exported(step=facts["step"], folder=folder, files=facts["files"]).write(paths.exported)
 

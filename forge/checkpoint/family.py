@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from forge.checkpoint import directory, parent
 from forge.checkpoint.manifest import ParentCheckpoint, RecordedConfig
-from forge.checkpoint.parent import LATEST, Parent
+from forge.checkpoint.parent import LATEST, MERGED, Parent
 from forge.core.config import Config, ResolvedConfig, checked
 from forge.core.errors import ConfigError, DataError
 from forge.core.paths import RunPaths, checkpoint_step
@@ -22,21 +22,37 @@ from forge.core.records import Trained
 
 
 def with_steps(runs: Mapping[str, Config]) -> dict[str, Config]:
-    """The runs with a step in the place of `@latest`.
+    """The runs with a step in the place of `@latest`, or behind `@merged`.
 
     Of a parent among these runs it is the last step, train.max_steps. Of another one it is that of the
-    checkpoint that the run has started from, else the parent's newest. ConfigError without any.
+    checkpoint that the run has started from, else the parent's newest. So it is of a merge, always.
+    ConfigError without any.
     """
     return {name: _with_step(config, runs) for name, config in runs.items()}
 
 
 def _with_step(config: Config, runs: Mapping[str, Config]) -> Config:
-    if config.parent is None or not config.parent.endswith(LATEST):
+    if config.parent is None or not config.parent.endswith((LATEST, MERGED)):
         return config
-    name = config.parent.removesuffix(LATEST)
-    step = runs[name].goal if name in runs else _latest_step(config, name)
+    name = config.parent.partition("@")[0]
+    if config.parent.endswith(MERGED):
+        step = f"merged-{_merged_step(config, name)}"
+    else:
+        step = str(runs[name].goal if name in runs else _latest_step(config, name))
     values = {**config.to_json(), "parent": f"{name}@{step}"}
     return checked(Config, values, f"run {config.run}, parent {config.parent}")
+
+
+def _merged_step(config: Config, name: str) -> int:
+    made_from = started_from(RunPaths.of(config))
+    if made_from and made_from.run == name:
+        return made_from.step
+    there = directory.committed(RunPaths.of(config.model_copy(update={"run": name})).merged)
+    if not there:
+        raise parent.no_merge(
+            f"run {config.run}: its parent {config.parent} does not exist: ", name
+        )
+    return checkpoint_step(there[-1].name) or 0
 
 
 def _latest_step(config: Config, name: str) -> int:
@@ -111,7 +127,7 @@ def _pending(config: Config, runs: Mapping[str, ResolvedConfig]) -> ResolvedConf
     """The config of the parent, where it is among these runs and is still to train up to the checkpoint
     from which this run starts; else None."""
     named = Parent.of(config)
-    if named is None or named.run not in runs or named.folder.is_dir():
+    if named is None or named.is_merged or named.run not in runs or named.folder.is_dir():
         return None
     return runs[named.run] if _reached(named.paths) < named.step else None
 

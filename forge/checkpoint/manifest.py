@@ -291,6 +291,32 @@ class RecordedMix(Part):
     sources: dict[str, SourceUse]
 
 
+class MergedParent(Part):
+    """A checkpoint in a merge: its step, digest and weight."""
+
+    step: Count
+    digest: str
+    weight: float
+
+
+class Merged(Part):
+    """Merge of checkpoints of one run: sums of weight times parent, in fp64, in order of steps, then rounded
+    to fp32."""
+
+    form: Literal["mean", "minus-sqrt", "weights"]
+    """docs/plugins/merge.md has their formulas."""
+    parents: Annotated[list[MergedParent], Field(min_length=2)]
+    """Oldest first."""
+    code: Code
+    loss: float
+    """Validation loss of the merge; as `newest_loss` in nats per token."""
+    newest_loss: float
+    """That of the newest parent, on the same windows."""
+
+    def __str__(self) -> str:
+        return f"a merge ({self.form}) of steps {', '.join(str(one.step) for one in self.parents)}"
+
+
 class Manifest(Part):
     """The content of `checkpoint.json`. Steps are completed steps, samples are counted from step 0."""
 
@@ -313,6 +339,9 @@ class Manifest(Part):
     """Loss and gradient norm of the last steps that updated the weights, oldest first, on which the rule
     of train.spike depends; [] without it."""
     format: Literal[6] = FORMAT
+    merged: Merged | None = Field(default=None, exclude_if=lambda merged: merged is None)
+    """None of a checkpoint of training. A merge has weights and no optimizer state; all else is that of
+    its newest parent, but for `reference`."""
     digest: str = ""
     """Over all else; empty until the manifest is sealed."""
 

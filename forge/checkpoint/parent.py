@@ -20,6 +20,7 @@ from forge.core.paths import RunPaths, checkpoint_name
 from forge.core.section import all_values
 
 LATEST = "@latest"  # in the place of @STEP; family.py puts the step there
+MERGED = "@merged"  # family.py puts -STEP behind it
 
 # Keys of `train` that must equal the parent's: the position in the data is the parent's step times its
 # batch size, in samples of seq_len tokens; another optimizer could not use the state.
@@ -28,22 +29,25 @@ KEPT = ("seq_len", "batch_size", "optimizer")
 
 @dataclass(frozen=True)
 class Parent:
-    """The checkpoint that a config names as its parent."""
+    """The checkpoint that a config names as its parent, or the merge of some."""
 
     run: str
     step: int
     paths: RunPaths  # of the parent run
+    is_merged: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Parent | None:
         if config.parent is None:
             return None
         run, _, step = config.parent.partition("@")
-        return cls(run, int(step), RunPaths(Path(config.results) / run))
+        kind, _, number = step.rpartition("-")
+        return cls(run, int(number), RunPaths(Path(config.results) / run), bool(kind))
 
     @property
     def folder(self) -> Path:
-        return self.paths.checkpoints / checkpoint_name(self.step)
+        paths = self.paths
+        return (paths.merged if self.is_merged else paths.checkpoints) / checkpoint_name(self.step)
 
 
 def first_step(config: Config) -> int:
@@ -84,7 +88,9 @@ def corrupt(config: Config, reasons: list[str]) -> DataError:
     return DataError(
         f"run {config.run}: its parent {config.parent} is corrupt: {'; '.join(reasons)}",
         cause="a disk error, an edit, or the parent run is training and removed it (train.keep_last)",
-        fix=f"name another step: {directory.steps_there(parent.paths.checkpoints)};"
+        fix=f"make it again: rm -r {parent.folder}; forge merge {parent.run}"
+        if parent.is_merged
+        else f"name another step: {directory.steps_there(parent.paths.checkpoints)};"
         f" `forge validate {parent.paths.root} --all` says which are valid",
     )
 
@@ -97,11 +103,22 @@ def _missing(config: Config, parent: Parent) -> ConfigError:
             cause="a misspelled name, or the parent was never trained",
             fix=f"train {parent.run} first, or put it on the same sample sheet",
         )
+    if parent.is_merged:
+        return no_merge(what, parent.run)
     return ConfigError(
         f"{what}{parent.paths.checkpoints} has {directory.steps_there(parent.paths.checkpoints)}",
         cause="not trained up to that step, removed by train.keep_last, or moved to quarantine",
         fix=f"name an existing step, or train {parent.run} up to step {parent.step} first;"
         " train.keep_every: N in its config keeps every checkpoint at a multiple of N",
+    )
+
+
+def no_merge(what: str, run: str) -> ConfigError:
+    """The error for a merge that is not there."""
+    return ConfigError(
+        f"{what}{run} has no such merge of its checkpoints",
+        cause="the workflow makes none, or it was removed",
+        fix=f"forge merge {run}",
     )
 
 

@@ -405,11 +405,14 @@ def load_state(
     folder: Path,
     world: World,
 ) -> None:
-    """Load a checkpoint of any world size into model and optimizers. All ranks call it.
+    """Load a checkpoint of any world size into model and optimizers; without optimizers, the weights
+    alone. All ranks call it.
 
     Raises as `read_tensors` does.
     """
-    state = training_state(model, optimizers)
+    state: dict[str, dict[str, Any]] = {"model": dict(get_model_state_dict(model))}
+    if optimizers:
+        state = training_state(model, optimizers)
     group = world.with_own_group().control
     what = "load of the checkpoint"
     read_only_plans()
@@ -420,6 +423,8 @@ def load_state(
 
     world.patiently(read, what)
     set_model_state_dict(model, state["model"])
+    if not optimizers:
+        return
     groups = get_optimizer_state_dict(model, optimizers)["param_groups"]
     set_optimizer_state_dict(
         model, optimizers, optim_state_dict={"state": state["optimizer"], "param_groups": groups}

@@ -54,7 +54,7 @@ from forge.core.values import describe, read_cell, read_text, read_yaml, shown
 CONFIG = "config/config.yaml"  # of a project
 RUN_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}"
 # RUN@STEP. 18 digits fit into 64 bits.
-PARENT = rf"({RUN_NAME})@([1-9][0-9]{{0,17}}|latest)"
+PARENT = rf"({RUN_NAME})@((merged-)?[1-9][0-9]{{0,17}}|latest|merged)"
 HUB_PARENT = "hub:"
 # Keys that do not change what is trained; the config digest leaves them out.
 FOLDERS = ("run", "results", "data")
@@ -147,7 +147,8 @@ class Config(WithPlugins, Section):
     """Directory of tokenizers and tokens, shared between runs."""
     parent: str | None = None
     """`RUN@STEP`, or `RUN@latest`: start from this checkpoint of another run in `results`, which may be
-    on the same sample sheet. `hub:OWNER/NAME@REVISION`: as model.init.hub. null: start at step 0."""
+    on the same sample sheet. `RUN@merged`, or `RUN@merged-STEP`: from a merge of its checkpoints, with
+    new moments of the optimizer. `hub:OWNER/NAME@REVISION`: as model.init.hub. null: start at step 0."""
     tokenizer: Tokenizer = Tokenizer()
     tokenize: Tokenize = Tokenize()
     model: AnyModel = architectures.DEFAULT
@@ -189,7 +190,8 @@ class Config(WithPlugins, Section):
         if parent is not None and not re.fullmatch(PARENT, parent):
             raise ValueError(
                 "must be RUN@STEP, such as base@5000: the name of a run and the step of one of its"
-                " checkpoints (ls results/RUN/checkpoints); or RUN@latest, or hub:OWNER/NAME@REVISION"
+                " checkpoints (ls results/RUN/checkpoints); or RUN@latest, RUN@merged, or"
+                " hub:OWNER/NAME@REVISION"
             )
         return parent
 
@@ -247,7 +249,7 @@ class Config(WithPlugins, Section):
     @model_validator(mode="after")
     def _mix_fits_the_sources(self) -> Self:
         if self.train.mix is not None:
-            step = self.parent.partition("@")[2] if self.parent else "0"
+            step = self.parent.partition("@")[2].removeprefix("merged-") if self.parent else "0"
             if step.isdecimal():  # else checked when the step is known
                 require_sources(self.train.mix, self.tokenize.sources or (), int(step))
         return self

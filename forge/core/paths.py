@@ -121,6 +121,12 @@ class RunPaths:
         run = cls(folder.parent.parent)
         return run if run.checkpoints == folder.parent else None
 
+    @classmethod
+    def of_merged(cls, folder: Path) -> RunPaths | None:
+        """The run that has this merge of its checkpoints; None for any other directory."""
+        run = cls(folder.parent.parent)
+        return run if run.merged == folder.parent else None
+
     config = _Below("config.json")
 
     # What is true of one allocation only; temp() in the workflow.
@@ -133,6 +139,7 @@ class RunPaths:
     checkpoints = _Below("checkpoints")
     latest = _Below("checkpoints/latest")
     quarantine = _Below("checkpoints/quarantine")  # with the reasons in damage.json
+    merged = _Below("merged", extended=True)  # means of checkpoints, which nothing resumes from
     metrics = _Below("metrics.jsonl")
     events = _Below("events.jsonl", extended=True)
     trained = _Below("trained.json")
@@ -159,9 +166,13 @@ class RunPaths:
         names = [entry.name for entry in entries if entry.is_extended]
         return [self.root / name for name in (*names, *hooks.run_files())]
 
-    def evaluation_at(self, step: int) -> Path:
-        """The scores of the checkpoint at this step."""
-        return self.evaluations / f"{checkpoint_name(step)}.json"
+    def name_of(self, folder: Path) -> str:
+        """Name of what is made of a checkpoint; of a merge it is not that of the step's checkpoint."""
+        return f"merged-{folder.name}" if folder.parent.name == self.merged.name else folder.name
+
+    def evaluation_of(self, folder: Path) -> Path:
+        """The scores of this checkpoint."""
+        return self.evaluations / f"{self.name_of(folder)}.json"
 
 
 def place_logs(paths: RunPaths) -> None:

@@ -63,9 +63,9 @@ def directory_of(named: str) -> RunPaths | None:
 
 
 def run_of(place: RunPaths) -> RunPaths:
-    """The run of a checkpoint in its `checkpoints/`; any other directory as it is."""
+    """The run of a checkpoint in its `checkpoints/` or `merged/`; any other directory as it is."""
     folder = place.root.resolve()
-    run = RunPaths.of_checkpoint(folder)
+    run = RunPaths.of_checkpoint(folder) or RunPaths.of_merged(folder)
     return run if run and is_checkpoint(folder) else place
 
 

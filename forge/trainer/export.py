@@ -71,14 +71,15 @@ def export(folder: Path, to: Path | None, dtype: str, overrides: dict[str, Any])
 
 
 def _default_target(checkpoint: directory.Checkpoint) -> Path:
-    paths = RunPaths.of_checkpoint(checkpoint.folder)
+    folder = checkpoint.folder
+    paths = RunPaths.of_checkpoint(folder) or RunPaths.of_merged(folder)
     if paths is None:
         raise ConfigError(
             f"{checkpoint.folder} is not in a run's directory, so the export has no default path",
             fix="give one: --to FOLDER",
         )
     directory.refuse_link(paths.exports)
-    return paths.exports / checkpoint.folder.name
+    return paths.exports / paths.name_of(checkpoint.folder)
 
 
 def _verified(checkpoint: directory.Checkpoint, overrides: dict[str, Any]) -> SavedModel:
@@ -203,7 +204,7 @@ def _write_tokenizer(draft: Path, source: SavedModel, added: AddedKeys) -> None:
 
 def _write_manifest(draft: Path, source: SavedModel, facts: dict[str, Any]) -> None:
     """Write forge.json, the lineage with the digest of each file, and the model card in README.md."""
-    lineage = source.checkpoint.manifest.lineage
+    lineage, merged = source.checkpoint.manifest.lineage, source.checkpoint.manifest.merged
     names = sorted(path.name for path in draft.iterdir())
     plugin = architectures.plugin_of(source.config.model)
     of_model = {plugin: source.config.ids.plugins[plugin]} if plugin else {}
@@ -215,6 +216,7 @@ def _write_manifest(draft: Path, source: SavedModel, facts: dict[str, Any]) -> N
         "tokenizer": lineage.tokenizer.to_json(),
         "tokens": lineage.tokens.to_json(),
         "code": lineage.code.to_json(),
+        **({"merged": merged.model_dump(include={"form", "parents"})} if merged else {}),
         **({"plugins": of_model} if of_model else {}),
         **({"parent": lineage.parent.to_json()} if lineage.parent else {}),
         **({"model": lineage.model.to_json()} if lineage.model else {}),
@@ -267,7 +269,8 @@ what made them, from the text files on: `forge verify FOLDER`.
 def _origin(source: SavedModel) -> str:
     init = source.config.model.init
     from_weights = source.checkpoint.manifest.lineage.model and init
-    return (
+    merged = source.checkpoint.manifest.merged
+    return (f"{merged}, " if merged else "") + (
         f"continued from the weights in `{from_weights.name}`"
         if from_weights
         else "trained from scratch"

@@ -123,6 +123,10 @@ def start_of_run(
         failpoints.reach("load.done", checkpoint.folder)
         if world.rank.is_main:
             say(f"{'resume' if own else 'start'} from {checkpoint.folder}")
+            if merged := checkpoint.manifest.merged:
+                say(
+                    f"{merged}: step, next sample and mix of the newest, new moments of the optimizer"
+                )
     _tell_threads(world, own, spec)
     return start
 
@@ -201,7 +205,8 @@ def _assembled(
     optimizers = optim.make_optimizers(model, settings)
     loader = train_loader(tokens, settings, world, mix.order if mix else None)
     if checkpoint:
-        storage.load_state(model, optimizers, checkpoint.folder, world)
+        with_state = () if checkpoint.manifest.merged else optimizers
+        storage.load_state(model, with_state, checkpoint.folder, world)
     elif config.ids.model:
         pretrained.load(model, config, world)
     else:

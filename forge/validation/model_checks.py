@@ -106,9 +106,7 @@ class ModelChecks:
 
     def finite(self) -> str:
         """Read every number. The weights stay in the model, optimizer state is not kept."""
-        weights = {f"model.{name}": tensor for name, tensor in self._model.state_dict().items()}
-        bad = [name.removeprefix("model.") for name in self._not_finite(weights)]
-        num_tensors = 0
+        bad, num_tensors = self.read_weights(), 0
         for group in self._optimizer_groups():
             num_tensors += len(group)
             bad += self._not_finite(group)
@@ -116,6 +114,11 @@ class ModelChecks:
         if bad:
             raise DataError(f"not finite: {', '.join(bad[:5])} ({len(bad)} tensors)")
         return f"all weights, and {num_tensors} tensors of optimizer state"
+
+    def read_weights(self) -> list[str]:
+        """Fill the model; names of the weights that are not finite. After `tensors`."""
+        weights = {f"model.{name}": tensor for name, tensor in self._model.state_dict().items()}
+        return [name.removeprefix("model.") for name in self._not_finite(weights)]
 
     def _optimizer_groups(self) -> Iterator[dict[str, torch.Tensor]]:
         """Empty tensors for the optimizer state by name in the checkpoint, in groups of GROUP_BYTES."""
@@ -125,7 +128,9 @@ class ModelChecks:
             yield {name: torch.empty(shape) for name, shape in group}
 
     def _optimizer_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names in the checkpoint and shapes of the optimizer state."""
+        """Names in the checkpoint and shapes of the optimizer state, which a merge does not have."""
+        if self._manifest.merged:
+            return
         for name, weight in self._model.state_dict().items():
             shapes = optim.state_shapes(self._model, name, weight, self._config.train)
             for key, shape in shapes.items():
@@ -184,7 +189,9 @@ class ModelChecks:
         now = Numerics(**result.numerics)
         # FSDP2 casts the weights to bf16, autocast casts the inputs of single operations.
         cast = then.precision == "bf16" and self._config.train.shard != "none"
-        exact = same_arithmetic(self._manifest.lineage, now) and not cast
+        # Losses of a merge were computed where that was made; the lineage is of its newest parent.
+        of_lineage = not cast and not self._manifest.merged
+        exact = of_lineage and same_arithmetic(self._manifest.lineage, now)
         tolerance, bound = tolerance_for(then.precision, exact)
         wrong = [
             f"{loss} of rank {rank}, recorded {recorded[rank]}"
@@ -194,6 +201,14 @@ class ModelChecks:
         if wrong:
             raise DataError(f"losses {'; '.join(wrong)}; must be {bound}{self._where}")
         return f"{len(ranks)} of {len(recorded)} recorded losses recomputed, {bound}{self._where}"
+
+    def reference_loss(self) -> float:
+        """The loss of rank 0 on its reference batch, for the manifest of a merge."""
+        result = self._on_gpus(ranks=[0]) or self._here(ranks=[0])
+        [loss] = result.reference
+        if loss is None:
+            raise DataError("the loss on the reference batch is not finite")
+        return loss
 
     def _on_gpus(self, **wanted: Any) -> LossesResult | None:
         """Result that fresh ranks compute on the GPUs of this host, which share the weights; None where

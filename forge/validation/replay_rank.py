@@ -24,23 +24,25 @@ from forge.validation.rank_losses import sharded_decoder
 def check(world: World, config: ResolvedConfig, task: ReplayTask) -> RankRecord:
     """The record has the digest of the loaded weights, or the result of `_train` if train.max_steps
     is beyond the checkpoint or losses of windows are wanted. All ranks call it."""
-    checkpoint, shards = Path(task.checkpoint), Path(task.shards)
-    opened = directory.Checkpoint.open(checkpoint)
+    shards, opened = Path(task.shards), directory.Checkpoint.open(Path(task.checkpoint))
     if config.train.max_steps > opened.step or task.next_windows:
         result = _train(world, config, opened, open_tokens(shards), windows=task.next_windows)
         record = RankRecord("completed", world.rank.rank, result=result)
     else:
-        digest = _load(world, config, checkpoint, open_tokens(shards))
+        digest = _load(world, config, opened, open_tokens(shards))
         record = RankRecord("completed", world.rank.rank, weights_digest=digest)
     world.barrier()
     return record
 
 
-def _load(world: World, config: ResolvedConfig, checkpoint: Path, tokens: Tokens) -> str | None:
+def _load(
+    world: World, config: ResolvedConfig, checkpoint: directory.Checkpoint, tokens: Tokens
+) -> str | None:
     """Load weights and optimizer state sharded over these ranks; the weights' digest on rank 0."""
     model = sharded_decoder(config, tokens, world)
     optimizers = optim.make_optimizers(model, config.train)
-    storage.load_state(model, optimizers, checkpoint, world)
+    with_state = () if checkpoint.manifest.merged else optimizers
+    storage.load_state(model, with_state, checkpoint.folder, world)
     return storage.weights_digest(model)
 
 

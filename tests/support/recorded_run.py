@@ -160,7 +160,7 @@ def score_words(run: RecordedRun, step: int, acc: float | None, **changed: objec
     Evaluation(
         **{"step": step, "of": made, "scores": [score], "device": "cpu", "precision": "fp32"},
         **{"seconds": 1.0, "versions": {}},
-    ).write(run.paths.evaluation_at(step))
+    ).write(run.paths.evaluation_of(Path(checkpoint_name(step))))
 
 
 def loss_at(step: int) -> float:

@@ -94,8 +94,8 @@ class _Evaluator:
     def evaluation(self, checkpoint: directory.Checkpoint) -> Evaluation:
         """The evaluation of this checkpoint, made now where there is none."""
         identity = _identity(checkpoint, self.evaluate)
-        with _held(self.paths, checkpoint.step):
-            if done := _done(self.paths, checkpoint.step, identity):
+        with _held(self.paths, checkpoint):
+            if done := _done(self.paths, checkpoint, identity):
                 say(f"evaluation of step {checkpoint.step}: nothing to do")
                 return done
             return self._evaluate(checkpoint, identity)
@@ -115,7 +115,7 @@ class _Evaluator:
             seconds=round(time.monotonic() - began, 1),
             versions={name: version(name) for name in PACKAGES},
         )
-        record.write(self.paths.evaluation_at(checkpoint.step))
+        record.write(self.paths.evaluation_of(checkpoint.folder))
         say(f"step {checkpoint.step} in {duration(record.seconds)}: {in_short(scores)}")
         return record
 
@@ -123,7 +123,7 @@ class _Evaluator:
     def _exported(self, checkpoint: directory.Checkpoint) -> Iterator[Path]:
         """A directory with the exported checkpoint: that of `forge export`, else one for as long as it is
         used. Leftovers of a killed evaluation are removed."""
-        existing = self.paths.exports / checkpoint.folder.name
+        existing = self.paths.exports / self.paths.name_of(checkpoint.folder)
         if self.is_ours and _is_export_of(existing, checkpoint):
             yield existing
             return
@@ -146,10 +146,12 @@ def _identity(checkpoint: directory.Checkpoint, evaluate: Evaluate) -> Evaluated
     )
 
 
-def _done(paths: RunPaths, step: int, identity: Evaluated) -> Evaluation | None:
+def _done(
+    paths: RunPaths, checkpoint: directory.Checkpoint, identity: Evaluated
+) -> Evaluation | None:
     """The evaluation that was made of exactly this; None where it is due."""
     try:
-        recorded = Evaluation.read_if_there(paths.evaluation_at(step))
+        recorded = Evaluation.read_if_there(paths.evaluation_of(checkpoint.folder))
     except DataError as err:
         say(f"{err.what}: evaluating again")
         return None
@@ -161,15 +163,17 @@ def _done(paths: RunPaths, step: int, identity: Evaluated) -> Evaluation | None:
         for key, value in recorded.of.model_dump().items()
         if value != now[key]
     ]
-    say(f"evaluation of step {step}: replaces the scores of before ({'; '.join(changed)})")
+    say(
+        f"evaluation of step {checkpoint.step}: replaces the scores of before ({'; '.join(changed)})"
+    )
     return None
 
 
 @contextmanager
-def _held(paths: RunPaths, step: int) -> Iterator[None]:
+def _held(paths: RunPaths, checkpoint: directory.Checkpoint) -> Iterator[None]:
     """Hold the right to evaluate this checkpoint. A job waits for another job that holds it; elsewhere
     UnfitError names who does."""
-    name = f".{paths.evaluation_at(step).stem}.lock"
+    name = f".{paths.evaluation_of(checkpoint.folder).stem}.lock"
     paths.evaluations.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
         while True:

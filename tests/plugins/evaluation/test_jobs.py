@@ -12,7 +12,7 @@ from forge import cli
 from forge.checkpoint.manifest import MANIFEST
 from forge.core.config import Config, apply_overrides, checked
 from forge.core.files import write_json
-from forge.core.paths import RunPaths
+from forge.core.paths import RunPaths, checkpoint_name
 from forge.core.records import RunSettings
 from forge.plugins.evaluation import jobs
 from forge.plugins.evaluation.jobs import EvaluationJobs, checkpoint_jobs
@@ -88,7 +88,7 @@ def test_a_checkpoint_that_was_evaluated_by_hand_gets_no_job(
     paths: RunPaths, submitted: list[list[str]]
 ) -> None:
     paths.evaluations.mkdir(parents=True)
-    paths.evaluation_at(10).touch()
+    paths.evaluation_of(Path(checkpoint_name(10))).touch()
     train(paths, 10)
     assert submitted == []
 

@@ -14,6 +14,7 @@ from support import happenings
 from support.recorded_run import RecordedRun, interrupted_run, score_words
 
 from forge.core.errors import ConfigError
+from forge.core.paths import checkpoint_name
 from forge.reporting.run_rows import read_scores
 from forge.reporting.show import show
 from forge.reporting.summary import summarize
@@ -140,7 +141,7 @@ def test_a_record_that_cannot_be_read_hides_scores_and_no_page(
     finished: RecordedRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     score_words(finished, 200, 0.5)
-    finished.paths.evaluation_at(200).write_text("{")
+    finished.paths.evaluation_of(Path(checkpoint_name(200))).write_text("{")
     assert read_scores(finished.paths) == []
     show([finished.paths])
     assert "validated at step 200" in capsys.readouterr().out
