@@ -61,6 +61,8 @@ TENSORS = {
         "hf_callback",
         "plugins.evaluation.harness",
         "plugins.evaluation.evaluate",
+        "plugins.merge.merge",
+        "plugins.merge.verify",
     ),
 }
 
