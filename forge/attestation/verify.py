@@ -24,7 +24,10 @@ from typing import IO, Any, NamedTuple, TypeVar
 IN_TOTO = "https://in-toto.io/Statement/v1"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 PREDICATE, REPRODUCTION = "urn:forge:training:v1", "urn:forge:reproduction:v1"
-FORMAT = 1  # of both
+MERGE = (
+    "urn:forge:merge:v1"  # of weights that are a mean of checkpoints, which no training has made
+)
+FORMAT = 1  # of all
 STATEMENT, ENVELOPE, MODEL_SIGNATURE = "statement.json", "statement.dsse.json", "model.sig"
 SIGNATURES = (ENVELOPE, MODEL_SIGNATURE)
 OURS = (STATEMENT, *SIGNATURES)
@@ -41,6 +44,7 @@ CHAINS = (
     ("texts", "tokenizer", "tokens", *_OF_RUN, *_RESULTS),  # of Forge's own trainer
     ("texts", "program", *_OF_RUN, *_RESULTS),  # of another program
 )
+OF_MERGE = ("texts", "tokenizer", "tokens", *_OF_RUN[:-1], "merge", _OF_RUN[-1], *_RESULTS)
 
 Kind = TypeVar("Kind")
 Links = dict[str, dict[str, Any]]
@@ -143,16 +147,16 @@ def statement_digest(statement: dict[str, Any]) -> str:
 
 def read_statement(data: bytes) -> dict[str, Any]:
     """The statement in these bytes. Refused where it is of another format, or was edited."""
-    return _read_predicate(data, STATEMENT, PREDICATE)
+    return _read_predicate(data, STATEMENT, PREDICATE, MERGE)
 
 
-def _read_predicate(data: bytes, name: str, kind: str) -> dict[str, Any]:
-    """The in-toto statement in the bytes of a file, with a predicate of this type. Refused as above."""
+def _read_predicate(data: bytes, name: str, *kinds: str) -> dict[str, Any]:
+    """The in-toto statement in the bytes of a file, with a predicate of such a type. Refused as above."""
     statement = parsed(data, name)
-    for key, expected in (("_type", IN_TOTO), ("predicateType", kind)):
-        if statement.get(key) != expected:
+    for key, expected in (("_type", (IN_TOTO,)), ("predicateType", kinds)):
+        if statement.get(key) not in expected:
             raise VerificationError(
-                f"{key} is {statement.get(key)!r:.80}, this verifier reads {expected}"
+                f"{key} is {statement.get(key)!r:.80}, this verifier reads {' or '.join(expected)}"
             )
     predicate = part(statement, "predicate", dict, name)
     if predicate.get("format") != FORMAT:
@@ -210,8 +214,9 @@ def check_chain(statement: dict[str, Any]) -> Links:
     """The links by name. Refused unless each has the digest of the one before, and they agree."""
     chain = part(part(statement, "predicate", dict), "chain", list)
     names = tuple(part(link, "link", str) for link in chain)
-    if names not in CHAINS:
-        known = " or ".join(", ".join(links) for links in CHAINS)
+    chains = (OF_MERGE,) if statement.get("predicateType") == MERGE else CHAINS
+    if names not in chains:
+        known = " or ".join(", ".join(links) for links in chains)
         raise VerificationError(f"the chain has the links {', '.join(names):.300}, not {known}")
     previous, before = "", "nothing"
     for link in chain:
@@ -230,13 +235,25 @@ def _check_agreement(links: Links) -> None:
     """Refuse two links that say different things of the same."""
     export = links["export"]
     exported = (part(export, "step", int), part(export, "checkpoint", str))
-    saved = part(links["checkpoints"], "saved", list)
-    if exported not in [(part(one, "step", int), one.get("blake3")) for one in saved]:
+    saves = part(links["checkpoints"], "saved", list)
+    saved = [(part(one, "step", int), one.get("blake3")) for one in saves]
+    if "merge" in links:
+        _check_merge(part(links["merge"], "parents", list), exported, saved)
+    elif exported not in saved:
         raise VerificationError("the exported checkpoint is not among those that the run has saved")
     sources = links["tokens"].get("sources") if "tokens" in links else None
     for name, tokens in sources.items() if isinstance(sources, dict) else ():
         if part(tokens, "tokenizer", str) != links["tokenizer"].get("blake3"):
             raise VerificationError(f"the tokens {name!r:.60} were made by another tokenizer")
+
+
+def _check_merge(
+    parents: list[Any], exported: tuple[int, str], saved: list[tuple[int, Any]]
+) -> None:
+    """Refuse a merge of other checkpoints than the run has saved up to its step."""
+    merged = [(part(one, "step", int), part(one, "digest", str)) for one in parents]
+    if exported in saved or not {*merged} <= {*saved} or max(merged)[0] != exported[0]:
+        raise VerificationError("the merge is not of checkpoints that the run has saved")
 
 
 def check_export(folder: Path, links: Links) -> None:
@@ -248,7 +265,10 @@ def check_export(folder: Path, links: Links) -> None:
         "checkpoint_digest": export.get("checkpoint"),
         "weights_digest": export.get("weights"),
         "config_digest": links["config"].get("blake3"),
+        "merged": None,
     }
+    if "merge" in links:
+        stated["merged"] = {key: links["merge"].get(key) for key in ("form", "parents")}
     for name in ("tokenizer", "tokens"):
         if name in links:
             stated[name] = {"id": links[name].get("id"), "digest": links[name].get("blake3")}
@@ -380,7 +400,10 @@ def check_certificate(path: Path, statement: bytes, key: Path | None) -> str:
         raise VerificationError(f"{name} says {made.get('result')!r:.20}")
     ends = [part(one, "outcome", str, name) for one in part(made, "intervals", list, name)]
     checked, steps = (part(made, key, int, name) for key in ("steps_checked", "steps"))
-    if why := "; ".join(_contradictions(made, name, read_statement(statement))):
+    certified = read_statement(statement)
+    if certified["predicateType"] == MERGE:
+        raise VerificationError(f"{name} is of a merge, which is not retrained")
+    if why := "; ".join(_contradictions(made, name, certified)):
         raise VerificationError(f"{name} contradicts itself or the statement: {why}")
     equal = f"{ends.count('bitwise')} of {len(ends)} intervals bitwise equal"
     text = f"{checked:,} of {steps:,} steps retrained, {equal}"
@@ -464,6 +487,11 @@ def verify(
     if of_git := [name for name in OF_GIT if os.path.lexists(folder / name)]:
         say(f"  note  not verified, as files of git and no part of the model: {', '.join(of_git)}")
     say(f"  ok    chain: {' > '.join(links)}")
+    if "merge" in links:
+        merge, steps = links["merge"], [one["step"] for one in links["merge"]["parents"]]
+        say(
+            f"  note  the weights are a merge ({merge['form']}) of steps {', '.join(map(str, steps))}"
+        )
     say(f"  {'ok  ' if key else 'note'}  signature: {printable(signature)}")
     if certified:
         say(f"  {'ok  ' if certifier else 'note'}  certificate: {printable(certified)}")

@@ -25,6 +25,7 @@ from forge.core.errors import ConfigError
 from forge.core.text_formats import NAME, TextFormat
 
 if TYPE_CHECKING:
+    from forge.attestation.verify import Links
     from forge.core.config import Config, ResolvedConfig
     from forge.core.errors import ForgeError
     from forge.core.file_list import FileList
@@ -151,6 +152,12 @@ class Hooks:
     ) -> Mapping[str, Mapping[str, Any]]:
         """Keys of JSON files of an export, such as generation_config.json, beside or in place of those of
         the kernel. tokenizer: the `data.tokenizer.LoadedTokenizer` of the run."""
+        raise NotImplementedError
+
+    @_specified
+    def verify_by_run(self, export: Path, run: RunPaths, links: Links) -> Sequence[str]:
+        """Compare an export with the checkpoints of its run beyond their digests: sentences on what is
+        right. links: of its statement, verified. Raises VerificationError."""
         raise NotImplementedError
 
     @_specified
@@ -426,6 +433,11 @@ def export_steps(options: Any) -> list[ExportStep]:
 def export_keys(config: ResolvedConfig, tokenizer: Any) -> dict[str, Mapping[str, Any]]:
     """File of an export -> keys that plugins add."""
     return _merged(_call().export_keys(config=config, tokenizer=tokenizer))
+
+
+def verify_by_run(export: Path, run: RunPaths, links: Links) -> list[str]:
+    """Sentences of plugins on an export that its run has. Raises VerificationError."""
+    return _listed(_call().verify_by_run(export=export, run=run, links=links))
 
 
 def findings(paths: RunPaths) -> list[Finding]:

@@ -11,7 +11,14 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_serializer
 
-from forge.checkpoint.manifest import Artifact, Code, Numerics, ParentCheckpoint, Versions
+from forge.checkpoint.manifest import (
+    Artifact,
+    Code,
+    MergedParent,
+    Numerics,
+    ParentCheckpoint,
+    Versions,
+)
 from forge.core.records import LaunchEnvironment, RecordPart, Score
 from forge.data.shards import ShardEntry, Split, Total
 
@@ -174,6 +181,22 @@ class LaunchesMade(ChainLink):
     launches: list[LaunchMade]
 
 
+class MergeMade(ChainLink):
+    """The merge that is exported, in a statement of its own type: no training has made these weights."""
+
+    link: Literal["merge"] = "merge"
+    form: str
+    """docs/plugins/merge.md has their formulas."""
+    parents: list[MergedParent]
+    """Checkpoints of the run, oldest first; `digest` is the blake3 that `checkpoints` has."""
+    forge: Code
+    """Forge that merged them."""
+    loss: float
+    """Validation loss of the merge, in nats per token."""
+    newest_loss: float
+    """That of its newest parent, on the same windows."""
+
+
 class ExportMade(ChainLink):
     """The export: checkpoint, type and weights."""
 
@@ -226,6 +249,7 @@ AnyLink = Annotated[
     | ParentsUsed
     | CheckpointsSaved
     | LaunchesMade
+    | MergeMade
     | ExportMade
     | ValidationMade
     | ScoresMade,

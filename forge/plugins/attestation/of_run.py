@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from forge.checkpoint.checkpoints import RunCheckpoints, SavedCheckpoint
-from forge.checkpoint.manifest import Artifact, Lineage, Seal, SealLineage
+from forge.checkpoint.manifest import Artifact, Lineage, Merged, Seal, SealLineage
 from forge.checkpoint.resume import CommittedCheckpoints
 from forge.core import events
 from forge.core.config import ResolvedConfig, as_recorded, checked
@@ -31,6 +31,7 @@ from forge.plugins.attestation.chain import (
     ExportMade,
     LaunchesMade,
     LaunchMade,
+    MergeMade,
     ParentsUsed,
     ProgramUsed,
     SavedStep,
@@ -53,7 +54,8 @@ def links_of_run(
     saved: SavedRun, checkpoint: SavedCheckpoint, export: ExportMade
 ) -> Iterator[ChainLink]:
     """The links in the order of the chain, not chained yet."""
-    run, manifest = RunPaths.of_checkpoint(checkpoint.folder) or saved.paths, checkpoint.manifest
+    folder, manifest = checkpoint.folder, checkpoint.manifest
+    run = RunPaths.of_checkpoint(folder) or RunPaths.of_merged(folder) or saved.paths
     checkpoints = saved.checkpoints
     if isinstance(manifest, Seal):
         yield from _of_program(manifest.lineage, saved)
@@ -62,6 +64,8 @@ def links_of_run(
         checkpoints = CommittedCheckpoints(run)  # its directory may have been named itself
     yield _checkpoints(run, checkpoints, checkpoint)
     yield _launches(run)
+    if merged := _merged(checkpoint):
+        yield MergeMade(**{**merged.model_dump(exclude={"code"}), "forge": merged.code})
     yield export
     yield _validation(run, checkpoint)
     yield _scores(run, checkpoint)
@@ -185,7 +189,8 @@ def _inputs(inputs: Artifact | None, data: Path) -> dict[str, list[TextFile]] | 
 def _checkpoints(
     run: RunPaths, checkpoints: RunCheckpoints, exported: SavedCheckpoint
 ) -> CheckpointsSaved:
-    kept = {exported.digest: exported.step, **_kept(checkpoints)}
+    kept = {} if _merged(exported) else {exported.digest: exported.step}
+    kept |= _kept(checkpoints)
     saves = [event for event in _log(run) if isinstance(event, events.Save)]
     saved = [
         SavedStep(step=s.step, blake3=s.digest, is_kept=s.digest in kept) for s in saves if s.digest
@@ -197,6 +202,11 @@ def _checkpoints(
     unknown = {save.step for save in saves if not save.digest} - {step for step, _ in others}
     saved += [SavedStep(step=step, blake3=None, is_kept=False) for step in sorted(unknown)]
     return CheckpointsSaved(saved=saved)
+
+
+def _merged(checkpoint: SavedCheckpoint) -> Merged | None:
+    manifest = checkpoint.manifest
+    return None if isinstance(manifest, Seal) else manifest.merged
 
 
 def _kept(checkpoints: RunCheckpoints) -> dict[str, int]:
@@ -246,7 +256,7 @@ def _validation(run: RunPaths, checkpoint: SavedCheckpoint) -> ValidationMade:
 
 
 def _scores(run: RunPaths, checkpoint: SavedCheckpoint) -> ScoresMade:
-    result = Evaluation.read_if_there(run.evaluation_at(checkpoint.step))
+    result = Evaluation.read_if_there(run.evaluation_of(checkpoint.folder))
     if result is None or result.of.checkpoint_digest != checkpoint.digest:
         return ScoresMade(harness="", scores=[])
     return ScoresMade(harness=result.of.harness, scores=result.scores)

@@ -69,7 +69,14 @@ def retrained(request: ReproduceOptions) -> Draw:
     try:
         # Read once: another statement may be put in its place while files are verified.
         statement = verify.read_bytes(request.folder / verify.STATEMENT)
-        verify.verify(request.folder, request.key, request.digest, show, statement_bytes=statement)
+        links = verify.verify(
+            request.folder, request.key, request.digest, show, statement_bytes=statement
+        )
+        if "merge" in links:
+            raise VerificationError(
+                "it is a merge of checkpoints, which is not retrained: `forge verify --checkpoints RUN`"
+                " computes it again, and exports of its checkpoints can be reproduced"
+            )
         with (
             stopped_by_sigterm(),
             scratch_directory("reproduce") as scratch,

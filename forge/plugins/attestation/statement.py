@@ -29,7 +29,7 @@ from forge.core.files import (
 )
 from forge.core.scratch import scratch_directory
 from forge.core.terminal import progress, say
-from forge.plugins.attestation.chain import ChainLink, ExportMade, Predicate, Texts
+from forge.plugins.attestation.chain import ChainLink, ExportMade, MergeMade, Predicate, Texts
 from forge.plugins.attestation.of_run import links_of_run
 from forge.plugins.attestation.reduce import absolute_paths, reduced
 from forge.validation.checkpoint_checks import SavedRun
@@ -111,10 +111,11 @@ def statement_of(links: Sequence[ChainLink], subjects: list[dict[str, Any]]) -> 
 
 def _statement(links: Iterable[ChainLink], subjects: list[dict[str, Any]]) -> dict[str, Any]:
     predicate = Predicate(forge=forge.__version__, chain=list(chained(links)))
+    is_merge = any(isinstance(link, MergeMade) for link in predicate.chain)
     content = predicate.model_dump(mode="json")
     statement = {
         "_type": verify.IN_TOTO,
-        "predicateType": verify.PREDICATE,
+        "predicateType": verify.MERGE if is_merge else verify.PREDICATE,
         "subject": subjects,
         "predicate": content,
     }

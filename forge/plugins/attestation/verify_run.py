@@ -9,6 +9,7 @@ from typing import Any
 from forge.attestation import verify
 from forge.attestation.verify import VerificationError, part
 from forge.checkpoint.checkpoints import RunCheckpoints
+from forge.core import hooks
 from forge.core.errors import ConfigError, DataError
 from forge.core.paths import RunPaths
 from forge.reporting.run_files import RunFiles
@@ -39,6 +40,13 @@ def verify_export(
             verify_texts(texts, links, folder)
         if checkpoints:
             _verify_checkpoints(RunPaths(checkpoints), links)
+            more = hooks.verify_by_run(folder, RunPaths(checkpoints), links)
+            if "merge" in links and not more:
+                raise VerificationError(
+                    "this Forge is without the plugin merge, which computes it again"
+                )
+            for sentence in more:
+                print(f"  ok    {sentence}")
     except VerificationError as err:
         raise DataError(f"{folder}: {err}") from None
 
