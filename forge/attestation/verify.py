@@ -24,9 +24,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 IN_TOTO = "https://in-toto.io/Statement/v1"
 PAYLOAD_TYPE = "application/vnd.in-toto+json"
 PREDICATE, REPRODUCTION = "urn:forge:training:v1", "urn:forge:reproduction:v1"
-MERGE = (
-    "urn:forge:merge:v1"  # of weights that are a mean of checkpoints, which no training has made
-)
+MERGE = "urn:forge:merge:v1"  # of a mean of checkpoints, which no training has made
 FORMAT = 1  # of all
 STATEMENT, ENVELOPE, MODEL_SIGNATURE = "statement.json", "statement.dsse.json", "model.sig"
 SIGNATURES = (ENVELOPE, MODEL_SIGNATURE)
@@ -252,7 +250,8 @@ def _check_merge(
 ) -> None:
     """Refuse a merge of other checkpoints than the run has saved up to its step."""
     merged = [(part(one, "step", int), part(one, "digest", str)) for one in parents]
-    if exported in saved or not {*merged} <= {*saved} or max(merged)[0] != exported[0]:
+    newest = max((step for step, _ in merged), default=None)
+    if exported in saved or not {*merged} <= {*saved} or newest != exported[0]:
         raise VerificationError("the merge is not of checkpoints that the run has saved")
 
 
@@ -488,10 +487,8 @@ def verify(
         say(f"  note  not verified, as files of git and no part of the model: {', '.join(of_git)}")
     say(f"  ok    chain: {' > '.join(links)}")
     if "merge" in links:
-        merge, steps = links["merge"], [one["step"] for one in links["merge"]["parents"]]
-        say(
-            f"  note  the weights are a merge ({merge['form']}) of steps {', '.join(map(str, steps))}"
-        )
+        steps = ", ".join(str(one["step"]) for one in links["merge"]["parents"])
+        say(f"  note  the weights are no step's: they are a merge of steps {steps}")
     say(f"  {'ok  ' if key else 'note'}  signature: {printable(signature)}")
     if certified:
         say(f"  {'ok  ' if certifier else 'note'}  certificate: {printable(certified)}")

@@ -300,8 +300,8 @@ class MergedParent(Part):
 
 
 class Merged(Part):
-    """Merge of checkpoints of one run: sums of weight times parent, in fp64, in order of steps, then rounded
-    to fp32."""
+    """Merge of checkpoints of one run: sums of weight times parent in fp64, in order of steps, rounded to
+    fp32."""
 
     form: Literal["mean", "minus-sqrt", "weights"]
     """docs/plugins/merge.md has their formulas."""

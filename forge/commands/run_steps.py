@@ -110,10 +110,12 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
+    from forge.checkpoint.family import with_steps
     from forge.data.model import with_pretrained
     from forge.run.plan import plan
 
-    plan(with_pretrained(config_of(options)), machine_of(options), layout_of(options))
+    [config] = with_steps({"": config_of(options)}).values()
+    plan(with_pretrained(config), machine_of(options), layout_of(options))
 
 
 def _validate(options: argparse.Namespace) -> None:

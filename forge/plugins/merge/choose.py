@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from forge.checkpoint import compatibility, directory, resume
 from forge.checkpoint.directory import Checkpoint
 from forge.core import events
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, DataError
 from forge.core.paths import RunPaths, checkpoint_step
 
 
@@ -36,7 +36,7 @@ def chosen(
             cause="train.keep_last and train.keep_every say which are kept",
             fix=f"{run.checkpoints} has {directory.steps_there(run.checkpoints)}",
         )
-    _refuse_other_trunks(run, found, trunk)
+    _refuse_other_trunks(found, trunk)
     return found
 
 
@@ -56,33 +56,39 @@ def _trunk(run: RunPaths) -> dict[int, str]:
     for event in events.read(run.events) if run.events.exists() else ():
         if isinstance(event, events.Init):  # steps after it are trained anew
             saved = {step: digest for step, digest in saved.items() if step <= event.step}
+            saved.setdefault(event.step, "")  # a crash may have kept its save out of the log
         elif isinstance(event, events.Save):
             saved[event.step] = event.digest
     return saved
 
 
-def _refuse_other_trunks(
-    run: RunPaths, checkpoints: Sequence[Checkpoint], trunk: dict[int, str]
-) -> None:
+def _refuse_other_trunks(checkpoints: Sequence[Checkpoint], trunk: dict[int, str]) -> None:
     """ConfigError for a checkpoint that is not of the same training as the newest one."""
     newest = checkpoints[-1]
-    config, lineage = newest.config({}), newest.manifest.lineage
     for one in checkpoints:
-        if one.manifest.merged:
-            raise ConfigError(f"{one.folder} is itself a merge", fix="merge what was trained")
-        compatibility.check_compatible(config, one)
-        compatibility.check_same_data(one, lineage.data_digests)
-        other = one.manifest.lineage
-        if (other.parent, other.model) != (lineage.parent, lineage.model):
+        if why := _difference(one, newest) or (trunk and _other_digest(one, trunk)):
             raise ConfigError(
-                f"{one.folder} and {newest.folder} began with different checkpoints or weights",
-                cause="one of them was copied from another run",
-                fix="merge checkpoints of one run: --steps",
+                f"{one.folder} and {newest.folder} are not of one trunk: {why}",
+                cause="it was copied here, or `latest` was set back and the run trained on from there",
+                fix=f"leave out step {one.step}: --steps",
             )
-        if trunk and trunk.get(one.step, "none") not in ("", one.digest):
-            raise ConfigError(
-                f"{one.folder} has digest {one.digest[:12]}, the trunk by the log of the run has"
-                f" {trunk.get(one.step, 'none')[:12]} at this step",
-                cause="`latest` was set back and the run trained on from there, or it was copied here",
-                fix="merge checkpoints of one trunk: --steps " + ",".join(map(str, sorted(trunk))),
-            )
+
+
+def _difference(one: Checkpoint, newest: Checkpoint) -> str:
+    ours, theirs = one.manifest.lineage, newest.manifest.lineage
+    try:
+        compatibility.check_compatible(newest.config({}), one)
+        compatibility.check_same_data(one, theirs.data_digests)
+    except (ConfigError, DataError) as err:
+        return err.what
+    same_start = (ours.parent, ours.model) == (theirs.parent, theirs.model)
+    return "" if same_start else "they began with different checkpoints or weights"
+
+
+def _other_digest(one: Checkpoint, trunk: dict[int, str]) -> str:
+    logged = trunk.get(one.step, "none")
+    return (
+        ""
+        if logged in ("", one.digest)
+        else f"its digest is {one.digest[:12]}, the log has {logged[:12]}"
+    )

@@ -29,7 +29,7 @@ def add_merge(subcommands: Subcommands) -> None:
     option(
         "--form",
         choices=("mean", "minus-sqrt", "weights"),
-        help="equal weights (the default), those of a decay of the learning rate as 1 - sqrt, or --weights",
+        help="equal weights (default), those of a learning rate that decays as 1 - sqrt, or --weights",
     )
     option(
         "--weights",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from forge.checkpoint import storage
+from forge.checkpoint import directory, storage
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.export_folder import atomic_directory
 from forge.checkpoint.index import INDEX, StoredPart, StoredTensor, index_bytes
@@ -21,13 +22,12 @@ from forge.core.errors import ConfigError, DataError
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
 from forge.core.provenance import code
-from forge.core.terminal import progress, say
+from forge.core.terminal import say
 from forge.hosts.lock import lock
 from forge.plugins.merge.weights import FORMS, merged_weights
 from forge.trainer.numerics import REFERENCE_SAMPLES
 from forge.trainer.optim import learning_rate
 from forge.trainer.saved_model import not_pruned
-from forge.trainer.validation_loss import Measured
 from forge.validation.model_checks import ModelChecks
 from forge.validation.run_data import Data
 
@@ -49,47 +49,43 @@ def merge(
     """
     newest = checkpoints[-1]
     target = run.merged / newest.folder.name
-    parents = [
-        MergedParent(step=one.step, digest=one.digest, weight=weight)
-        for one, weight in zip(checkpoints, weights, strict=True)
-    ]
+    weighted = [*zip(checkpoints, weights, strict=True)]
+    parents = [MergedParent(step=c.step, digest=c.digest, weight=weight) for c, weight in weighted]
+    directory.refuse_link(run.merged)
     with disk_trouble(run.merged):
         run.merged.mkdir(exist_ok=True)
-    with lock(run.merged, "merge"):
+    with lock(run.merged, "merge"), ExitStack() as stack:
         if target.exists():
-            done = _done(target, form, parents)
-            say(f"{done} is in {target}: nothing to do")
-            _compare(done, newest.step)
+            made = _done(target, form, parents)
+            say(f"{made} is in {target}: nothing to do")
+            _say_which_is_better(made, newest.step)
             return target
-        _say_what_is_merged(run, checkpoints, form, weights)
+        _say_what_is_merged(run, weighted, form)
         for checkpoint in checkpoints:
-            with not_pruned(checkpoint):
-                _refuse_corrupt(checkpoint)
+            stack.enter_context(not_pruned(checkpoint))
+            _refuse_corrupt(checkpoint)
         tokens = Data(newest.config({"data": data}))
-        alone, _ = _losses(newest, tokens, data)
+        alone = _measure(newest, tokens, data).measured
+        assert alone
+        made = Merged(
+            form=form, parents=parents, code=Code(**code()), loss=0, newest_loss=alone.loss
+        )
         with atomic_directory(target) as draft:
-            files = _write(draft, [*zip(checkpoints, weights, strict=True)])
-            made = Merged(
-                form=form, parents=parents, code=Code(**code()), loss=0.0, newest_loss=alone.loss
+            parts: dict[str, Any] = {"files": _write(draft, weighted), "merged": made}
+            parts |= {"world_size": 1, "digest": ""}
+            checks = _measure(
+                Checkpoint(draft, newest.manifest.model_copy(update=parts)), tokens, data
             )
-            changes: dict[str, Any] = {
-                "world_size": 1,
-                "files": files,
-                "merged": made,
-                "digest": "",
-            }
-            checkpoint = Checkpoint(draft, newest.manifest.model_copy(update=changes))
-            measured, reference = _losses(checkpoint, tokens, data)
-            made = made.model_copy(update={"loss": measured.loss})
-            changes |= {
-                "merged": made,
-                "reference": ReferenceLosses(samples=REFERENCE_SAMPLES, losses=[reference]),
-            }
-            newest.manifest.model_copy(update=changes).write(draft)
+            assert checks.measured
+            made = parts["merged"] = made.model_copy(update={"loss": checks.measured.loss})
+            parts["reference"] = ReferenceLosses(
+                samples=REFERENCE_SAMPLES, losses=[checks.reference_loss()]
+            )
+            newest.manifest.model_copy(update=parts).write(draft)
     say(f"{made}: {target}")
-    say(f"validation loss of the merge: {measured}")
+    say(f"validation loss of the merge: {checks.measured}")
     say(f"validation loss of step {newest.step}: {alone}")
-    _compare(made, newest.step)
+    _say_which_is_better(made, newest.step)
     return target
 
 
@@ -106,18 +102,21 @@ def _done(target: Path, form: str, parents: Sequence[MergedParent]) -> Merged:
 
 
 def _say_what_is_merged(
-    run: RunPaths, checkpoints: Sequence[Checkpoint], form: str, weights: Sequence[float]
+    run: RunPaths, weighted: Sequence[tuple[Checkpoint, float]], form: str
 ) -> None:
-    say(f"merging {len(checkpoints)} checkpoints of {run.root}: {form}, {FORMS[form]}")
-    for checkpoint, weight in zip(checkpoints, weights, strict=True):
+    say(f"merging {len(weighted)} checkpoints of {run.root}: {form}, {FORMS[form]}")
+    for checkpoint, weight in weighted:
         say(f"  step {checkpoint.step}: weight {weight!r}, digest {checkpoint.digest[:12]}")
-    train, decay_steps = checkpoints[-1].config({}).train, checkpoints[-1].manifest.decay_steps
-    rates = {one.step: learning_rate(one.step, train, decay_steps) for one in checkpoints}
-    if moved := [step for step, rate in rates.items() if rate != train.lr]:
-        say(
-            f"note: step {moved[0]} was trained at the learning rate {rates[moved[0]]:.3g}, not at"
-            f" train.lr {train.lr:.3g}: a merge is for the constant phase of train.schedule wsd"
-        )
+    newest = weighted[-1][0]
+    train, decay_steps = newest.config({}).train, newest.manifest.decay_steps
+    for checkpoint, _ in weighted:
+        rate = learning_rate(checkpoint.step, train, decay_steps)
+        if rate != train.lr:
+            say(
+                f"note: the learning rate at step {checkpoint.step} was {rate:.3g}, not train.lr"
+                f" {train.lr:.3g}: a merge is for the constant phase of train.schedule wsd"
+            )
+            break
 
 
 def _refuse_corrupt(checkpoint: Checkpoint) -> None:
@@ -130,44 +129,37 @@ def _refuse_corrupt(checkpoint: Checkpoint) -> None:
         )
 
 
-def _write(draft: Path, parents: Sequence[tuple[Checkpoint, float]]) -> dict[str, StoredFile]:
+def _write(draft: Path, weighted: Sequence[tuple[Checkpoint, float]]) -> dict[str, StoredFile]:
     """Write weights and index, durably; size and digest of each file. One tensor at a time."""
-    files, tensors, done = storage.DigestingFiles(), dict[str, StoredTensor](), 0
-    with (
-        progress("merge", 1, "files") as update,
-        files.create_stream(draft / FILE, "wb") as stream,
-    ):
-        for name, numbers in merged_weights(parents):
-            part = StoredPart(
-                [0] * numbers.ndim, [*numbers.shape], FILE, stream.tell(), numbers.nbytes
+    files, tensors = storage.DigestingFiles(), dict[str, StoredTensor]()
+    with files.create_stream(draft / FILE, "wb") as stream:
+        for name, numbers in merged_weights(weighted):
+            shape, place = [*numbers.shape], (FILE, stream.tell(), numbers.nbytes)
+            tensors[name] = StoredTensor(
+                "float32", shape, [StoredPart([0] * len(shape), shape, *place)]
             )
             stream.write(numbers.data.cast("B"))
-            tensors[name] = StoredTensor("float32", [*numbers.shape], [part])
-            done += numbers.size
-            update(0, f"{done / 1e6:,.1f}M weights")
     with files.create_stream(draft / INDEX, "wb") as stream:
         stream.write(index_bytes(tensors))
     return files.files
 
 
-def _losses(checkpoint: Checkpoint, tokens: Data, data: str) -> tuple[Measured, float]:
-    """The validation loss, as `forge validate` measures it, and the loss on the first reference batch."""
+def _measure(checkpoint: Checkpoint, tokens: Data, data: str) -> ModelChecks:
+    """Measure the validation loss, as `forge validate` does."""
     config = checkpoint.config({"data": data, "report.prompts": []})
     checks = ModelChecks(checkpoint, config, tokens, None)
     checks.tensors()
     if bad := checks.read_weights():
         raise DataError(f"weights in {checkpoint.folder} are not finite: {', '.join(bad[:5])}")
     checks.validation_loss()
-    assert checks.measured
-    return checks.measured, checks.reference_loss()
+    return checks
 
 
-def _compare(made: Merged, newest: int) -> None:
-    """Name the better one."""
+def _say_which_is_better(made: Merged, newest: int) -> None:
+    apart = f"by {abs(made.loss - made.newest_loss):.4f} nats per token"
     if made.loss < made.newest_loss:
-        better = f"the merge is better than step {newest} by {made.newest_loss - made.loss:.4f}"
+        say(f"better: the merge, {apart}")
     elif made.loss > made.newest_loss:
-        better = f"step {newest} is better than the merge by {made.loss - made.newest_loss:.4f}"
+        say(f"better: step {newest}, {apart}; the merge hurts")
     else:
-        better = f"the merge and step {newest} are equally good"
-    say(f"{better} nats per token ({made.loss:.4f} and {made.newest_loss:.4f})")
+        say(f"better: neither, the merge and step {newest} have the same loss")
