@@ -88,10 +88,10 @@ def corrupt(config: Config, reasons: list[str]) -> DataError:
     return DataError(
         f"run {config.run}: its parent {config.parent} is corrupt: {'; '.join(reasons)}",
         cause="a disk error, an edit, or the parent run is training and removed it (train.keep_last)",
-        fix=f"make it again: rm -r {parent.folder}; forge merge {parent.run}"
-        if parent.is_merged
-        else f"name another step: {directory.steps_there(parent.paths.checkpoints)};"
-        f" `forge validate {parent.paths.root} --all` says which are valid",
+        fix=f"name another step: {directory.steps_there(parent.paths.checkpoints)};"
+        f" `forge validate {parent.paths.root} --all` says which are valid"
+        if not parent.is_merged
+        else f"make it again: rm -r {parent.folder}; forge merge {parent.run}",
     )
 
 

@@ -25,6 +25,9 @@ PLACEHOLDERS = {
     "base@5000": "base@4",
     "max_steps=1000": "max_steps=16",
     "--data python:stdlib": "--data corpus",
+    "--steps 3000,4000,5000": "--steps 4,8,12",
+    "step-00005000": "step-00000012",
+    "max_steps=6000": "max_steps=20",
     "--step 75": "--step 6",
     "data/notes.txt": "corpus/csv.txt",
 }

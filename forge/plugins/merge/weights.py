@@ -21,7 +21,7 @@ FORMS = {
     " d_(n+1) = 0",
     "weights": "c_i as given",
 }
-BLOCK = 2**20  # numbers
+BLOCK = 2**16  # numbers
 
 
 def weights_of(form: str, steps: Sequence[int]) -> list[float]:

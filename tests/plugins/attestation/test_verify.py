@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.live_run import forge
-from support.statements import make_export
+from support.statements import make_consistent, make_export
 
 from forge.attestation import verify
 from forge.core.errors import ConfigError, DataError
@@ -184,3 +184,83 @@ def test_certificate_that_contradicts_itself_or_the_statement_is_refused(export,
     named = certificate_of(export, **changes)
     assert verify.main([str(export), f"--certificate={named}"]) == 65
     assert "contradicts" in capsys.readouterr().err
+
+
+PARENTS = [
+    {"step": 8, "digest": "c0", "weight": 0.5},
+    {"step": 10, "digest": "c1", "weight": 0.5},
+]
+
+
+def of_merge(export: Path) -> dict[str, Any]:
+    """The statement of the same directory, whose weights are a merge."""
+    facts = {**read_json(export / "forge.json"), "checkpoint_digest": "m1"}
+    facts["merged"] = {"form": "mean", "parents": PARENTS}
+    write_json(export / "forge.json", facts)
+    content = read_json(export / verify.STATEMENT)
+    content["predicateType"] = verify.MERGE
+    content["subject"] = [
+        {"name": name, "digest": {"sha256": verify.file_digest(export / name)[0]}}
+        for name in ("forge.json", "model.safetensors")
+    ]
+    chain = content["predicate"]["chain"]
+    at = next(i for i, link in enumerate(chain) if link["link"] == "export")
+    chain[at]["checkpoint"] = "m1"
+    link_of(content, "checkpoints")["saved"].append({"step": 8, "blake3": "c0", "is_kept": True})
+    chain.insert(at, {"link": "merge", "form": "mean", "parents": PARENTS})
+    return content
+
+
+def link_of(content: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(link for link in content["predicate"]["chain"] if link["link"] == name)
+
+
+def ends_with(export: Path, content: dict[str, Any]) -> int:
+    make_consistent(content)
+    write_json(export / verify.STATEMENT, content)
+    return verify.main([str(export)])
+
+
+def test_merge_is_accepted_and_said_to_be_no_step(export, capsys):
+    assert ends_with(export, of_merge(export)) == 0
+    assert "the weights are no step's: they are a merge of steps 8, 10" in capsys.readouterr().out
+    named = certificate_of(export)
+    assert verify.main([str(export), f"--certificate={named}"]) == 65
+    assert "is of a merge, which is not retrained" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda made: made.update(predicateType=verify.PREDICATE), "the chain has the links"),
+        (lambda made: made["predicate"]["chain"].remove(link_of(made, "merge")), "the chain has"),
+        (lambda made: link_of(made, "checkpoints").update(saved=[]), "not of checkpoints that"),
+        (
+            lambda made: link_of(made, "checkpoints")["saved"].append(
+                {"step": 10, "blake3": "m1", "is_kept": True}
+            ),
+            "not of checkpoints that the run has saved",
+        ),
+        (lambda made: link_of(made, "merge").update(parents=[]), "not of checkpoints that"),
+        (lambda made: link_of(made, "merge").update(parents=PARENTS[:1]), "not of checkpoints"),
+        (lambda made: link_of(made, "merge").update(form="weights"), "merged is"),
+        (lambda made: link_of(made, "merge").update(parents=PARENTS[1:]), "merged is"),
+    ],
+)
+def test_merge_that_is_taken_for_training_or_for_another_merge_is_refused(
+    export, capsys, change, message
+):
+    content = of_merge(export)
+    change(content)
+    assert ends_with(export, content) == 65
+    assert message in capsys.readouterr().err
+
+
+def test_statement_of_training_for_the_files_of_a_merge_is_refused(export, capsys):
+    content = of_merge(export)
+    content["predicateType"] = verify.PREDICATE
+    content["predicate"]["chain"].remove(link_of(content, "merge"))
+    saved = link_of(content, "checkpoints")["saved"]
+    saved.append({"step": 10, "blake3": "m1", "is_kept": True})
+    assert ends_with(export, content) == 65
+    assert "is of another export: merged is None, in forge.json" in capsys.readouterr().err

@@ -74,6 +74,36 @@ def test_latest_of_another_run_is_its_newest_checkpoint_and_then_stays(rows):
     assert rows("child\tbase@latest\t120\t\n")["child"].parent == "base@50"
 
 
+def merge(config, step):
+    """A merge whose newest checkpoint is of this step."""
+    paths = RunPaths.of(config)
+    save(config, step)
+    paths.merged.mkdir(exist_ok=True)
+    (paths.checkpoints / f"step-{step:08d}").rename(paths.merged / f"step-{step:08d}")
+
+
+def test_merged_is_the_newest_merge_of_a_run_also_on_the_sheet_and_then_stays(rows):
+    base = rows(BASE)["base"]
+    merge(base, 50)
+    row = "child\tbase@merged\t120\t\n"
+    child = rows(BASE, row)["child"]
+    assert child.parent == "base@merged-50" and parent.first_step(child) == 50
+    assert parent.find(child).folder == RunPaths.of(base).merged / "step-00000050"
+    save_child(child, 60)
+    merge(base, 100)
+    assert rows(BASE, row)["child"].parent == "base@merged-50"
+    assert rows(BASE, "other\tbase@merged\t120\t\n")["other"].parent == "base@merged-100"
+
+
+@pytest.mark.parametrize("name", ["base@merged", "base@merged-50"])
+def test_merge_that_is_not_there_is_refused_since_the_workflow_makes_none(rows, name):
+    save(rows(BASE)["base"], 50)
+    with pytest.raises(ConfigError, match="base has no such merge") as caught:
+        runs = rows(BASE, f"child\t{name}\t120\t\n")
+        family.check_start(runs["child"], runs)
+    assert caught.value.fix == "forge merge base"
+
+
 def test_latest_of_a_run_that_is_nowhere_is_refused(rows):
     with pytest.raises(ConfigError, match="child: its parent nobody@latest does not exist"):
         rows("child\tnobody@latest\t120\t\n")

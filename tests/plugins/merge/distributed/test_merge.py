@@ -23,7 +23,7 @@ from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.export_folder import MANIFEST
 from forge.checkpoint.manifest import StoredFile
 from forge.checkpoint.stored_tensors import WEIGHTS, stored_tensors
-from forge.core.files import digest_file, read_json, write_json
+from forge.core.files import digest_file, read_json
 from forge.core.paths import checkpoint_name
 from forge.plugins.merge.verify import verify_merge
 from forge.plugins.merge.weights import weights_of
@@ -359,27 +359,6 @@ def test_export_is_verified_bit_by_bit_and_is_no_training(
     with pytest.raises(verify.VerificationError, match="are not those of the form"):
         verify_merge(export, run.paths, {**links, "merge": {**merged, "form": "minus-sqrt"}})
     assert forge("reproduce", str(export), run.data).code == 65
-    # A statement that says nothing of the merge.
-    write_json(export / verify.STATEMENT, as_training(statement))
-    outcome = forge("verify", str(export))
-    assert outcome.code == 65 and "is of another export: merged is None" in outcome.text
-
-
-def as_training(statement: dict) -> dict:
-    """The same statement without the merge, as if the run had saved it; digests are right."""
-    made = statement["predicate"]
-    chain = [link for link in made["chain"] if link["link"] != "merge"]
-    export = next(link for link in chain if link["link"] == "export")
-    saved = next(link for link in chain if link["link"] == "checkpoints")["saved"]
-    saved.append({"step": export["step"], "blake3": export["checkpoint"], "is_kept": True})
-    previous = ""
-    for link in chain:
-        link["previous"] = previous
-        previous = verify.sha256(verify.canonical(link))
-    training = {**statement, "predicateType": verify.PREDICATE}
-    training["predicate"] = {**made, "chain": chain}
-    training["predicate"]["sha256"] = verify.statement_digest(training)
-    return training
 
 
 def test_verification_without_a_checkpoint_of_the_merge_is_refused(
