@@ -22,7 +22,7 @@ def chosen(
     directory.refuse_link(run.checkpoints)
     trunk = _trunk(run)
     if steps is None:
-        found = _newest(run, trunk, last or most)
+        found = _newest(run, trunk, most if last is None else last)
     elif sorted({*steps}) == [*steps]:
         found = [resume.at_step(run, step) for step in steps]
     else:

@@ -14,7 +14,7 @@ from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.stored_tensors import WEIGHTS
 from forge.core.errors import ConfigError
 from forge.core.paths import RunPaths
-from forge.plugins.merge.weights import merged_weights, weights_of
+from forge.plugins.merge.weights import FORMS, merged_weights, weights_of
 from forge.trainer.export import DTYPES
 from forge.trainer.saved_model import WEIGHTS_SUFFIX
 
@@ -28,9 +28,11 @@ def verify_merge(export: Path, run: RunPaths, links: Links) -> str:
     parents = [(_parent(run, one), part(one, "weight", float)) for one in stated]
     form, weights = part(merge, "form", str), [weight for _, weight in parents]
     steps = [checkpoint.step for checkpoint, _ in parents]
-    if form != "weights" and weights != weights_of(form, steps):
+    if form not in FORMS or (form != "weights" and weights != weights_of(form, steps)):
         raise VerificationError(f"the weights of the merge are not those of the form {form!r:.20}")
     dtype = DTYPES.get(part(links["export"], "dtype", str))
+    if dtype is None:
+        raise VerificationError("the export has a dtype that Forge does not write")
     model, hasher, seen = parents[-1][0].config({}).model, blake3.blake3(), set()
     files = {name: path for path in export.glob(f"*{WEIGHTS_SUFFIX}") for name in _names(path)}
     for stored_name, numbers in merged_weights(parents):

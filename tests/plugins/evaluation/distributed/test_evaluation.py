@@ -287,3 +287,15 @@ def test_readers_of_scores_have_them(evaluated, solo, capsys):
     assert found["acc"] == acc and read_scores(solo.paths) == []
     assert forge("show", str(evaluated.folder)).code == 0
     assert f"{acc:.4f}" in capsys.readouterr().out
+
+
+def test_merge_has_scores_of_its_own_beside_those_of_its_step(evaluated, tasks, home):
+    paths, name = evaluated.paths, "step-00000012"
+    before = (paths.evaluations / f"{name}.json").read_bytes()
+    merge = shutil.copytree(paths.checkpoints / name, paths.merged / name)
+    words = ["evaluate", str(merge), evaluated.data, *options(tasks)]
+    done = evaluated.launch(words, **home).end(400)
+    assert done.code == 0, done.text
+    scores = Evaluation.read(paths.evaluations / f"merged-{name}.json")
+    assert scores.step == 12 and scores.scores
+    assert (paths.evaluations / f"{name}.json").read_bytes() == before

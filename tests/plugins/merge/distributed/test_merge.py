@@ -157,6 +157,7 @@ def test_both_losses_are_told_those_of_validation_and_the_better_one_is_named(
     [
         (["--steps", "24"], "1 checkpoint of"),
         (["--last", "1"], "1 checkpoint of"),
+        (["--last", "0"], "0 checkpoints of"),
         (["--last", "5"], "a merge needs 5, as --last says"),
         (["--steps", "6,7"], "has no checkpoint of step 7"),
         (["--steps", "12,6"], "name each step once, in ascending order"),
