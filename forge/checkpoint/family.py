@@ -24,9 +24,8 @@ from forge.core.records import Trained
 def with_steps(runs: Mapping[str, Config]) -> dict[str, Config]:
     """The runs with a step in the place of `@latest`, or behind `@merged`.
 
-    Of a parent among these runs it is the last step, train.max_steps. Of another one it is that of the
-    checkpoint that the run has started from, else the parent's newest. So it is of a merge, always.
-    ConfigError without any.
+    Of a parent among these runs the latest step is the last one, train.max_steps. Of another one, and of
+    a merge, it is that from which the run has started, else the newest. ConfigError without any.
     """
     return {name: _with_step(config, runs) for name, config in runs.items()}
 
@@ -34,40 +33,29 @@ def with_steps(runs: Mapping[str, Config]) -> dict[str, Config]:
 def _with_step(config: Config, runs: Mapping[str, Config]) -> Config:
     if config.parent is None or not config.parent.endswith((LATEST, MERGED)):
         return config
-    name = config.parent.partition("@")[0]
-    if config.parent.endswith(MERGED):
-        step = f"merged-{_merged_step(config, name)}"
-    else:
-        step = str(runs[name].goal if name in runs else _latest_step(config, name))
-    values = {**config.to_json(), "parent": f"{name}@{step}"}
+    name, is_merged = config.parent.partition("@")[0], config.parent.endswith(MERGED)
+    is_pending = name in runs and not is_merged
+    step = runs[name].goal if is_pending else _newest_step(config, name, is_merged)
+    values = {**config.to_json(), "parent": f"{name}@{'merged-' * is_merged}{step}"}
     return checked(Config, values, f"run {config.run}, parent {config.parent}")
 
 
-def _merged_step(config: Config, name: str) -> int:
+def _newest_step(config: Config, name: str, is_merged: bool) -> int:
     made_from = started_from(RunPaths.of(config))
     if made_from and made_from.run == name:
         return made_from.step
-    there = directory.committed(RunPaths.of(config.model_copy(update={"run": name})).merged)
-    if not there:
-        raise parent.no_merge(
-            f"run {config.run}: its parent {config.parent} does not exist: ", name
-        )
-    return checkpoint_step(there[-1].name) or 0
-
-
-def _latest_step(config: Config, name: str) -> int:
-    made_from = started_from(RunPaths.of(config))
-    if made_from and made_from.run == name:
-        return made_from.step
-    newest = directory.linked(RunPaths.of(config.model_copy(update={"run": name})))
-    step = checkpoint_step(newest.name) if newest else None
-    if not step:
-        raise ConfigError(
-            f"run {config.run}: its parent {config.parent} does not exist: {name} has no checkpoint",
-            cause="a misspelled name, or the parent was never trained",
-            fix=f"train {name} first, or put it on the same sample sheet",
-        )
-    return step
+    paths = RunPaths.of(config.model_copy(update={"run": name}))
+    newest = [*directory.committed(paths.merged)][-1:] if is_merged else [directory.linked(paths)]
+    step = checkpoint_step(newest[0].name) if newest and newest[0] else None
+    if step:
+        return step
+    if is_merged:
+        raise parent.no_merge(config, name)
+    raise ConfigError(
+        f"run {config.run}: its parent {config.parent} does not exist: {name} has no checkpoint",
+        cause="a misspelled name, or the parent was never trained",
+        fix=f"train {name} first, or put it on the same sample sheet",
+    )
 
 
 def refuse_circles(runs: Mapping[str, Config]) -> None:

@@ -104,7 +104,7 @@ def _missing(config: Config, parent: Parent) -> ConfigError:
             fix=f"train {parent.run} first, or put it on the same sample sheet",
         )
     if parent.is_merged:
-        return no_merge(what, parent.run)
+        return no_merge(config, parent.run)
     return ConfigError(
         f"{what}{parent.paths.checkpoints} has {directory.steps_there(parent.paths.checkpoints)}",
         cause="not trained up to that step, removed by train.keep_last, or moved to quarantine",
@@ -113,10 +113,10 @@ def _missing(config: Config, parent: Parent) -> ConfigError:
     )
 
 
-def no_merge(what: str, run: str) -> ConfigError:
-    """The error for a merge that is not there."""
+def no_merge(config: Config, run: str) -> ConfigError:
+    """The error for a merge of another run that is not there."""
     return ConfigError(
-        f"{what}{run} has no such merge of its checkpoints",
+        f"run {config.run}: its parent {config.parent} does not exist: {run} has no such merge",
         cause="the workflow makes none, or it was removed",
         fix=f"forge merge {run}",
     )
