@@ -157,6 +157,12 @@ def _verify_options(parser: argparse.ArgumentParser) -> None:
         help="also make the tokens again from the text files in this directory (or python:stdlib)",
     )
     option(
+        "--keep",
+        metavar="DIR",
+        type=path_option,
+        help="with --data: a new directory for the tokenizer and the tokens, for forge samples",
+    )
+    option(
         "--checkpoints",
         metavar="RUN",
         type=path_option,
@@ -187,6 +193,7 @@ def _verify(options: argparse.Namespace) -> None:
         options.key,
         options.digest,
         texts=options.data,
+        keep=options.keep,
         checkpoints=options.checkpoints,
         certificate=options.certificate,
         certifier=options.certifier,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from forge.attestation import verify
 from forge.attestation.verify import VerificationError, part
 from forge.checkpoint.checkpoints import RunCheckpoints
+from forge.checkpoint.export_folder import atomic_directory
 from forge.core import hooks
 from forge.core.errors import ConfigError, DataError
 from forge.core.paths import RunPaths
@@ -21,14 +23,20 @@ def verify_export(
     digest: str | None,
     *,
     texts: str | None = None,
+    keep: Path | None = None,
     checkpoints: Path | None = None,
     certificate: Path | None = None,
     certifier: Path | None = None,
 ) -> None:
-    """Say what is verified. key: of the author. digest: that the statement must have. texts: as for
-    `verify_texts`. checkpoints: the directory of the run, whose checkpoints are compared as well.
+    """Say what is verified. key: of the author. digest: that the statement must have. texts, keep: as
+    for `verify_texts`. checkpoints: the directory of the run, whose checkpoints are compared as well.
     certificate, certifier: as for `verify.verify`. Raises DataError at the first check that fails,
     ConfigError for a path that is not there."""
+    if keep and (not texts or keep.exists()):
+        raise ConfigError(
+            f"--keep {keep} {'is there already' if keep.exists() else 'needs --data TEXTS'}",
+            fix="name a directory that is not there yet, beside --data TEXTS",
+        )
     for path in filter(None, (folder, key, checkpoints, certificate, certifier)):
         if not path.exists():
             raise ConfigError(f"{path} does not exist")
@@ -37,7 +45,8 @@ def verify_export(
         if texts:
             from forge.plugins.attestation.retokenize import verify_texts  # imports what tokenizes
 
-            verify_texts(texts, links, folder)
+            with atomic_directory(keep) if keep else nullcontext() as kept:
+                verify_texts(texts, links, folder, kept)
         if checkpoints:
             _verify_checkpoints(RunPaths(checkpoints), links)
             more = hooks.verify_by_run(folder, RunPaths(checkpoints), links)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge.commands.subcommands import Subcommands
 from forge.core.errors import ConfigError
 from forge.core.terminal import print_plain, visible
+
+if TYPE_CHECKING:
+    from forge.plugins.samples.read import RunSamples
 
 SHOWN = 200  # characters of a document's text, without --full
 MOST_STEPS = 10  # of a place, without --full
@@ -20,7 +23,7 @@ def add_samples(subcommands: Subcommands) -> None:
     text = "the text that a step of a run has read, or the steps that have read a text"
     parser = subcommands.plain("samples", _samples, text, keys=False)
     option = parser.add_argument
-    option("run", metavar="RUN", help="name or directory of a run")
+    option("run", metavar="RUN", help="name or directory of a run, or directory of an export")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--step", type=int, metavar="N", help="the samples of this step")
     what.add_argument("--text", metavar="PHRASE", help="the steps that have read this phrase")
@@ -36,21 +39,12 @@ def add_samples(subcommands: Subcommands) -> None:
     option("--full", action="store_true", help="all text and all steps")
     option("--json", action="store_true", help="print JSON, with all text")
     option("--data", metavar="DIR", help="with the run's tokens (default: the project's)")
+    option("--texts", metavar="TEXTS", help="directory with the text files, under whatever names")
 
 
 def _samples(options: argparse.Namespace) -> None:
     _check(options)
-    from forge.plugins.samples.read import RunSamples
-    from forge.reporting.find_runs import find_runs
-    from forge.reporting.trusted import is_of_program, trusted_data
-
-    [run] = find_runs([options.run], with_config=True)
-    if is_of_program(run):
-        raise ConfigError(
-            f"{run.root} is a run of another program, which reads its inputs itself",
-            fix="name a run of Forge's own trainer",
-        )
-    samples = RunSamples(run, options.data or trusted_data(run, None))
+    samples = _samples_of(options)
     if options.step is None:
         found = (
             samples.of_text(options.text) if options.text else samples.of_file(Path(options.file))
@@ -65,6 +59,33 @@ def _samples(options: argparse.Namespace) -> None:
     if options.rank is not None:
         rows = _of_rank(rows, options.rank)
     print(json.dumps(rows, indent=2)) if options.json else _print_rows(rows, options)
+
+
+def _samples_of(options: argparse.Namespace) -> RunSamples:
+    from forge.attestation.verify import STATEMENT
+    from forge.plugins.samples.of_export import stretch_of_export, texts_in
+    from forge.plugins.samples.order import stretches
+    from forge.plugins.samples.read import RunSamples
+    from forge.reporting.find_runs import find_runs
+    from forge.reporting.trusted import is_of_program, trusted_data
+
+    if (Path(options.run) / STATEMENT).is_file():
+        if options.data is None or options.texts is None:
+            raise ConfigError(
+                f"{options.run} is an export, which has neither tokens nor texts",
+                fix="make its tokens again: forge verify EXPORT --data TEXTS --keep DIR; then add"
+                " --data DIR --texts TEXTS",
+            )
+        stretch = stretch_of_export(Path(options.run), options.data)
+        return RunSamples([stretch], options.data, texts_in(options.texts))
+    [run] = find_runs([options.run], with_config=True)
+    if is_of_program(run):
+        raise ConfigError(
+            f"{run.root} is a run of another program, which reads its inputs itself",
+            fix="name a run of Forge's own trainer",
+        )
+    data = options.data or trusted_data(run, None)
+    return RunSamples(stretches(run, data), data, options.texts and texts_in(options.texts))
 
 
 def _check(options: argparse.Namespace) -> None:

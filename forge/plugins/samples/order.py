@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from forge.checkpoint import compatibility, resume
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import ParentCheckpoint
+from forge.core import events
 from forge.core.config import ResolvedConfig
 from forge.core.errors import DataError
 from forge.core.paths import RunPaths, checkpoint_name, tokens_folder
@@ -18,6 +20,7 @@ from forge.data.sample_order import in_epochs
 from forge.data.shards import Shard, ShardSet
 from forge.data.sources import Tokens, open_tokens
 from forge.data.windows import Windows, joined_windows
+from forge.reporting.history import kept_steps, read_history
 from forge.trainer import metrics
 from forge.trainer.source_mix import SourceMix
 
@@ -26,32 +29,34 @@ TAIL_BYTES = 2**16  # of metrics.jsonl, which end with its newest step
 
 @dataclass(frozen=True)
 class Stretch:
-    """Steps of one run: those after `after` up to `last`. checkpoint: of the run, with its order."""
+    """Steps of one run: those after `after` up to `last`.
 
-    paths: RunPaths
+    name: of the run, for people. paths: None where there is an export alone. ranks: number of ranks that
+    have trained a step, 0 where that is not known.
+    """
+
+    name: str
     after: int
     last: int
-    checkpoint: Checkpoint
     config: ResolvedConfig
     tokens: Tokens
+    mix: SourceMix | None
+    ranks: Callable[[int], int]
+    paths: RunPaths | None = None
 
     @cached_property
     def windows(self) -> Windows:
         return joined_windows(self.tokens, self.config.train.seq_len)
-
-    @cached_property
-    def _mix(self) -> SourceMix | None:
-        return SourceMix.recorded(self.tokens, self.config.train, self.checkpoint)
 
     def read(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Windows of the samples of `count` steps from `first` on, and of which epoch of their source
         each is: int64 [count, train.batch_size]. Steps count from 1."""
         batch = self.config.train.batch_size
         numbers = np.arange((first - 1) * batch, (first - 1 + count) * batch).reshape(count, batch)
-        if self._mix is None:
+        if self.mix is None:
             size, seed = self.windows.num_samples, self.config.train.seed
             return in_epochs(numbers.astype(np.uint64), size=size, seed=seed), numbers // size
-        order = self._mix.order
+        order = self.mix.order
         sources, draws = order.locate(numbers)
         return order.windows(numbers.astype(np.uint64)), draws // np.array(order.sizes)[sources]
 
@@ -77,11 +82,29 @@ def stretches(run: RunPaths, data: str) -> list[Stretch]:
         after = made_from.step if made_from else 0
         config = checkpoint.config({"data": data})
         last = _last_step(run, checkpoint) if last is None else last
-        found.append(Stretch(paths, after, last, checkpoint, config, _tokens(checkpoint, config)))
+        tokens = _tokens(checkpoint, config)
+        mix = SourceMix.recorded(tokens, config.train, checkpoint)
+        ranks = partial(_ranks_of, paths)
+        name = str(paths.root)
+        found.append(Stretch(name, after, last, config, tokens, mix, ranks, paths))
         if made_from is None:
             return found[::-1]
         paths, last = RunPaths(run.root.absolute().parent / made_from.run), after
         checkpoint = _parent(paths, made_from)
+
+
+def _ranks_of(run: RunPaths, step: int) -> int:
+    """Number of ranks that have trained a step; 0 where the log does not tell."""
+    try:
+        launches = read_history(run).launches
+    except DataError:
+        return 0
+    kept = kept_steps(launches)
+    for launch in reversed(launches):
+        begun, started = launch.resumed_step, launch.first(events.Launch)
+        if started and begun is not None and begun < step <= min(kept[launch.id], launch.last_step):
+            return int(started.world_size)
+    return 0
 
 
 def _last_step(run: RunPaths, checkpoint: Checkpoint) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forge.checkpoint import directory, resume
-from forge.core import events
-from forge.core.errors import ConfigError, DataError
+from forge.core.errors import ConfigError
 from forge.core.files import digest_file
-from forge.core.paths import RunPaths, checkpoint_step, tokenizer_folder
+from forge.core.paths import checkpoint_step, tokenizer_folder
 from forge.core.terminal import progress
+from forge.data.corpus import InputFile
 from forge.data.shards import Shard, ShardSet
 from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
-from forge.plugins.samples.order import Stretch, stretches
+from forge.plugins.samples.order import Stretch
 from forge.plugins.samples.token_documents import Span, TokenDocuments
-from forge.reporting.history import kept_steps, read_history
 
 SAMPLES_AT_ONCE = 2**20  # whose windows are computed in one call
 DOCUMENTS_AT_ONCE = 1000
@@ -37,13 +36,14 @@ class TextPlace(NamedTuple):
 
 
 class RunSamples:
-    """Samples of a run and of its parents. data: the directory with their tokens. Raises as
-    `order.stretches`."""
+    """Samples of a run and of its parents, oldest first. data: the directory with their tokens. texts:
+    the text files by digest, where those that manifests name are not to be read."""
 
-    def __init__(self, run: RunPaths, data: str) -> None:
-        self.run = run
-        self.stretches = stretches(run, data)
-        self.own = self.stretches[-1]
+    def __init__(
+        self, stretches: Sequence[Stretch], data: str, texts: Mapping[str, InputFile] | None = None
+    ) -> None:
+        self.stretches, self._texts = stretches, texts
+        self.own = stretches[-1]
         folder = tokenizer_folder(data, self.own.config.ids.tokenizer)
         self.tokenizer: LoadedTokenizer = load_tokenizer(folder)
         self.sources = self.own.tokens.by_source
@@ -51,7 +51,9 @@ class RunSamples:
     @cached_property
     def _documents(self) -> dict[Path, TokenDocuments]:
         decode = self.tokenizer.decode
-        return {one.folder: TokenDocuments(one, decode) for one in self.sources.values()}
+        return {
+            one.folder: TokenDocuments(one, decode, self._texts) for one in self.sources.values()
+        }
 
     # --- what a step has read -----------------------------------------------------------------------
 
@@ -60,7 +62,7 @@ class RunSamples:
         trained."""
         stretch = self._stretch(step)
         [windows], [epochs] = stretch.read(step, 1)
-        ranks = _ranks_of(stretch.paths, step)
+        ranks = stretch.ranks(step)
         per_rank = len(windows) // ranks if ranks else 0
         samples = []
         for row, (window, epoch) in enumerate(zip(windows.tolist(), epochs.tolist(), strict=True)):
@@ -87,7 +89,8 @@ class RunSamples:
             if stretch.after < step <= stretch.last:
                 return stretch
         raise ConfigError(
-            f"--step is {step}, and {self.run.root} was trained from step 1 to {self.own.last}",
+            f"--step is {step}, and {self.own.name} was trained from step"
+            f" {self.stretches[0].after + 1} to {self.own.last}",
             fix="name one of these steps",
         )
 
@@ -113,6 +116,11 @@ class RunSamples:
         from forge.validation.replay import window_losses
 
         stretch = self._stretch(step)
+        if stretch.paths is None:
+            raise ConfigError(
+                f"--losses: {stretch.name} is an export, without the checkpoint before step {step}",
+                fix="ask the run",
+            )
         there = [checkpoint_step(f.name) for f in directory.committed(stretch.paths.checkpoints)]
         before = [n for n in there if n is not None and stretch.after <= n < step]
         if not before:
@@ -147,7 +155,7 @@ class RunSamples:
         digest = digest_file(file)
         if not any(d.parts_of(digest) for d in self._documents.values()):
             raise ConfigError(
-                f"no input of {self.run.root} has the digest of {file}, {digest[:12]}",
+                f"no input of {self.own.name} has the digest of {file}, {digest[:12]}",
                 cause="the file was changed since, or it is not in tokenize.inputs",
                 fix="name a phrase of the text: --text PHRASE",
             )
@@ -232,20 +240,6 @@ class RunSamples:
                         )
                     update(first + count - 1, "")
         return found
-
-
-def _ranks_of(run: RunPaths, step: int) -> int:
-    """Number of ranks that have trained a step; 0 where the log does not tell."""
-    try:
-        launches = read_history(run).launches
-    except DataError:
-        return 0
-    kept = kept_steps(launches)
-    for launch in reversed(launches):
-        begun, started = launch.resumed_step, launch.first(events.Launch)
-        if started and begun is not None and begun < step <= min(kept[launch.id], launch.last_step):
-            return int(started.world_size)
-    return 0
 
 
 def _all(text: str, phrase: str) -> Iterator[int]:

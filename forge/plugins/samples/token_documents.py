@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,8 +56,14 @@ class TokenDocuments:
     """Documents of the training shards of a token set. The files are those that its manifest names: what
     a file has counts only with the digest that it has there."""
 
-    def __init__(self, shards: ShardSet, decode: Callable[[list[int]], str]) -> None:
-        self.shards, self._decode = shards, decode
+    def __init__(
+        self,
+        shards: ShardSet,
+        decode: Callable[[list[int]], str],
+        texts: Mapping[str, InputFile] | None = None,
+    ) -> None:
+        """texts: by digest, in place of the files that the manifest names."""
+        self.shards, self._decode, self._texts = shards, decode, texts
         manifest = shards.manifest
         self._settings: dict[str, Any] = manifest.settings
         self._is_text = manifest.settings.get("format") not in TOKEN_FORMATS
@@ -140,7 +146,7 @@ class TokenDocuments:
 
     def _read(self, entry: InputEntry) -> list[str] | None:
         """Documents of an input file; None where it is not here or has other bytes."""
-        file = _file_of(entry)
+        file = _file_of(entry) if self._texts is None else self._texts.get(entry.digest)
         keys = {key: value for key, value in self._settings.items() if key in Tokenize.model_fields}
         settings = Tokenize.model_validate({**keys, "inputs": [entry.name]})
         hasher = blake3.blake3()

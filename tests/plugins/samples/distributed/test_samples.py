@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -18,6 +19,7 @@ from support.batches import batches, record_batches
 from support.live_run import TINY, TWO_RANKS, Run, forge, make_run
 
 from forge.core.paths import RunPaths
+from forge.plugins.samples.order import stretches
 from forge.plugins.samples.read import RunSamples
 
 pytestmark = pytest.mark.all
@@ -52,7 +54,8 @@ def trained(run: Run, *more: str) -> Run:
 
 
 def samples_of(run: Run, project: Path) -> RunSamples:
-    return RunSamples(RunPaths(run.folder), str(project / "data"))
+    data = str(project / "data")
+    return RunSamples(stretches(RunPaths(run.folder), data), data)
 
 
 def ids_of(samples: RunSamples, step: int) -> list[tuple[int, ...]]:
@@ -269,3 +272,81 @@ def test_what_cannot_be_answered_is_refused_with_78(
     assert done.returncode == 78, done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# --- an export and the texts alone ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of both sources, under other names."""
+    folder = tmp_path_factory.mktemp("texts")
+    names = ("html", "http", "json", "email")
+    found = [path for name in names for path in LIBRARY.glob(f"{name}/*.py")]
+    for number, path in enumerate(sorted(found)):
+        shutil.copy(path, folder / f"{number:03d}.py")
+    return folder
+
+
+def exported(run: Run, target: Path) -> Path:
+    outcome = forge("export", str(run.folder), f"--to={target}", run.data, "--full")
+    assert outcome.code == 0, outcome.text
+    return target
+
+
+def of_export(
+    export: Path, data: Path, texts: Path, *words: str
+) -> subprocess.CompletedProcess[str]:
+    """In a directory without anything of the run."""
+    given = (f"--data={data}", f"--texts={texts}", *words)
+    line = [sys.executable, "-m", "forge", "samples", str(export), *given]
+    return subprocess.run(
+        line, cwd=export.parent, check=False, capture_output=True, text=True, timeout=300
+    )
+
+
+def test_export_and_the_texts_tell_the_samples_of_a_step_as_the_run_does(
+    base: Run, mixed: Path, texts: Path, tmp_path: Path
+) -> None:
+    """Of a run with a mix in stages and a change of ranks; tokens are made again."""
+    export, kept = exported(base, tmp_path / "model"), tmp_path / "kept"
+    outcome = forge("verify", str(export), f"--data={texts}", f"--keep={kept}")
+    assert outcome.code == 0, outcome.text
+    samples = samples_of(base, mixed)
+    for step in (3, 12, 13, GOAL):
+        done = of_export(export, kept, texts, "--step", str(step), "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout) == samples.of_step(step)
+    phrase = of_export(export, kept, texts, "--text", "def loads(", "--json")
+    assert json.loads(phrase.stdout) == samples.of_text("def loads(") != []
+
+    # Wrong things.
+    assert "--losses" in of_export(export, kept, texts, "--step", "13", "--losses").stderr
+    beyond = of_export(export, kept, texts, "--step", str(GOAL + 1))
+    assert (beyond.returncode, "from step 1 to 24" in beyond.stderr) == (78, True)
+    again = forge("verify", str(export), f"--data={texts}", f"--keep={kept}")
+    assert (again.code, "is there already" in again.text) == (78, True)
+    shutil.copytree(kept, tmp_path / "edited")
+    shard = next((tmp_path / "edited/tokens").glob("*/train-*.bin"))
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\1\0")
+    edited = of_export(export, tmp_path / "edited", texts, "--step", "3")
+    assert (edited.returncode, shard.name in edited.stderr) == (65, True)
+
+    changed = tmp_path / "changed"
+    shutil.copytree(texts, changed)
+    first = next(changed.glob("*.py"))
+    first.write_text(first.read_text() + "# more\n")
+    differs = forge("verify", str(export), f"--data={changed}", f"--keep={tmp_path / 'k2'}")
+    assert differs.code == 65 and not (tmp_path / "k2").exists()
+    statement = export / "statement.json"
+    statement.write_bytes(statement.read_bytes()[:-20])
+    assert of_export(export, kept, texts, "--step", "3").returncode == 65
+
+
+def test_export_of_a_child_over_sources_is_refused_by_what_its_statement_lacks(
+    child: Run, mixed: Path, texts: Path, tmp_path: Path
+) -> None:
+    export = exported(child, tmp_path / "model")
+    done = of_export(export, mixed / "data", texts, "--step", "14")
+    assert done.returncode == 65
+    assert "began with base@12, and the statement does not say how many samples" in done.stderr
