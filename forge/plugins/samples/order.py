@@ -120,23 +120,26 @@ def _tokens(checkpoint: Checkpoint, config: ResolvedConfig) -> Tokens:
 
 
 def _parent(paths: RunPaths, made_from: ParentCheckpoint) -> Checkpoint:
-    """The checkpoint that a run starts from; where it was pruned, the newest one of its run, which is
-    said. DataError where there is none, or another."""
-    folder = paths.checkpoints / checkpoint_name(made_from.step)
-    name = f"{made_from.run}@{made_from.step}"
-    if not folder.is_dir():
+    """The checkpoint, or the merge, that a run starts from; where it was pruned, the newest one of its
+    run, which is said. DataError where there is none, or another."""
+    step_name, name = checkpoint_name(made_from.step), f"{made_from.run}@{made_from.step}"
+    there = [
+        path for path in (paths.checkpoints / step_name, paths.merged / step_name) if path.is_dir()
+    ]
+    for folder in there:
+        checkpoint = Checkpoint.open(folder)
+        if checkpoint.manifest.digest == made_from.digest:
+            return checkpoint
+    if not there:
         newest = resume.required(paths)
         say(
             f"note: {name} is pruned: the samples before it are those of {paths.root} as it is now, which"
             " are the same if it was not retrained with another config"
         )
         return newest
-    checkpoint = Checkpoint.open(folder)
-    if checkpoint.manifest.digest != made_from.digest:
-        raise DataError(
-            f"the samples before {name} are not known: {folder} has digest"
-            f" {checkpoint.manifest.digest[:12]}, the run started from {made_from.digest[:12]}",
-            cause="the parent was retrained since",
-            fix="restore the parent's directory",
-        )
-    return checkpoint
+    raise DataError(
+        f"the samples before {name} are not known: {folder} has digest"
+        f" {checkpoint.manifest.digest[:12]}, the run started from {made_from.digest[:12]}",
+        cause="the parent was retrained, or merged again, since",
+        fix="restore the parent's directory",
+    )

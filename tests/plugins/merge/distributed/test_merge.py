@@ -311,6 +311,9 @@ def test_child_starts_from_the_merge_with_the_next_sample_and_new_moments(
     assert updates == {"mean": {2.0}, "plain": {26.0}}
     parent = Checkpoint.open(child.paths.checkpoints / checkpoint_name(26)).manifest.lineage.parent
     assert parent and parent.digest == Checkpoint.open(folder_of(run)).manifest.digest
+    for step in ("3", "25"):  # of the trunk, and its own
+        told = forge("samples", str(child.folder), "--step", step, child.data)
+        assert told.code == 0, told.text
     # It goes on from its own checkpoint, also once the merge is gone.
     subprocess.run(["rm", "-r", str(run.paths.merged)], check=True)
     on = child.fork("train", "--train.max_steps=27").end()
