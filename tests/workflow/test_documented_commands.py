@@ -100,7 +100,8 @@ def conversations(project: Project) -> None:
 
 
 def own_tokenizer(project: Project) -> None:
-    [made] = project.root.glob("data/tokenizers/*/tokenizer.json")
+    ids = json.loads(project.path("config.json").read_text())["ids"]  # of `base`
+    made = project.root / "data/tokenizers" / ids["tokenizer"] / "tokenizer.json"
     (project.root / "my").mkdir()
     shutil.copy(made, project.root / "my")
 
