@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -76,20 +76,22 @@ rule b:
 FORGE = """#!/bin/sh
 trap 'exit 75' INT
 [ $# = 1 ] && exit $1
-touch begun
+touch begun-$1
 while :; do sleep 0.05; done
 """
 NOISE = ("RuleException", "Error in rule", "WorkflowError", "Look above", "Traceback")
 
 
+@contextmanager
 def started(
     place: Path, a: str, b: str, output: IO[str] | int = subprocess.PIPE
-) -> subprocess.Popen[str]:
+) -> Iterator[subprocess.Popen[str]]:
+    """Killed behind the block, where a wait has failed: a job may have missed the signal."""
     (place / "Snakefile").write_text(STOPPED.format(a=a, b=b))
     (place / "forge").write_text(FORGE)
     (place / "forge").chmod(0o755)
     paths = {"PATH": f"{place}:{os.environ['PATH']}", "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "snakemake", "--cores=2", "--keep-going", "--nocolor"],
         cwd=place,
         env={**os.environ, **paths},
@@ -100,6 +102,13 @@ def started(
         # A background job of a script ignores SIGINT.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509
     )
+    with process:
+        try:
+            yield process
+        except BaseException:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            raise
 
 
 def wait_for(path: Path) -> None:
@@ -133,10 +142,13 @@ def test_failure_beside_a_stop_is_printed_and_ends_with_1(tmp_path, other, error
     assert "Error in rule a" not in output
 
 
-@pytest.mark.parametrize("other", ["exec forge x y", "sleep 60"], ids=["of Forge", "another's"])
+@pytest.mark.parametrize(
+    "other", ["exec forge b y", "touch begun-b; exec sleep 60"], ids=["of Forge", "another's"]
+)
 def test_ctrl_c_prints_no_error_of_snakemake(tmp_path, other):
-    with started(tmp_path, "exec forge x y", other) as process:
-        wait_for(tmp_path / "begun")
+    with started(tmp_path, "exec forge a y", other) as process:
+        for job in "ab":  # one that begins after the signal would not get it
+            wait_for(tmp_path / f"begun-{job}")
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         output = process.communicate(timeout=120)[0]
     assert process.returncode == 75, output
