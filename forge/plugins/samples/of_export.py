@@ -9,8 +9,8 @@ from forge.attestation import verify
 from forge.attestation.verify import Links, VerificationError, part
 from forge.core.config import ResolvedConfig, as_recorded, checked
 from forge.core.errors import DataError, ForgeError
-from forge.core.files import digest_file, disk_trouble
-from forge.core.paths import tokens_folder
+from forge.core.files import canonical, digest_bytes, digest_file, disk_trouble
+from forge.core.paths import TOKENIZER, tokenizer_folder, tokens_folder
 from forge.core.terminal import progress
 from forge.data import corpus
 from forge.data.corpus import InputFile
@@ -32,15 +32,22 @@ def stretch_of_export(export: Path, data: str) -> Stretch:
         last = part(links["export"], "step", int)
         tokens = _tokens(links, config)
         after = part(parent, "step", int) if parent else 0
-        launches = part(links["launches"], "launches", list)
-    except (VerificationError, ForgeError) as err:
+        launches = [
+            (
+                part(one, "resumed_from", int),
+                part(one, "last_step", int),
+                part(one, "world_size", int),
+            )
+            for one in part(links["launches"], "launches", list)
+        ]
+    except (VerificationError, ForgeError, FileNotFoundError) as err:
         raise DataError(f"{export}: {getattr(err, 'what', err)}") from None
 
     def ranks(step: int) -> int:
         """Of the last launch that has trained it."""
-        for launch in reversed(launches):
-            if launch["resumed_from"] < step <= launch["last_step"]:
-                return int(launch["world_size"])
+        for begun, ended, world_size in reversed(launches):
+            if begun < step <= ended:
+                return world_size
         return 0
 
     return Stretch(str(export), after, last, config, tokens, _mix(config, tokens), ranks)
@@ -52,6 +59,8 @@ def _config(links: Links, data: str) -> ResolvedConfig:
     if "program" in links:
         raise VerificationError("it is of another program, which reads its inputs itself")
     values = stated.get("values") or part(stated, "without_folders", dict)
+    if stated.get("values") and digest_bytes(canonical(values)) != stated.get("blake3"):
+        raise VerificationError("the values of the config have another digest than it states")
     own = {"run": part(links["export"], "run", str), "data": data}
     return checked(ResolvedConfig, {**as_recorded(values), **own}, "the statement")
 
@@ -60,7 +69,7 @@ def _parent(links: Links) -> dict[str, Any] | None:
     """The checkpoint of another run that the run began with. Refused with sources: what the parent has
     drawn of each is in its own checkpoints alone."""
     parent: dict[str, Any] | None = links["parents"].get("checkpoint")
-    if parent and len(part(links["tokens"], "sources", dict)) > 1:
+    if parent and {*part(links["tokens"], "sources", dict)} != {""}:
         raise VerificationError(
             f"the run began with {parent.get('run')}@{parent.get('step')}, and the statement does not say"
             " how many samples of each source that had drawn"
@@ -76,8 +85,15 @@ def _tokens(links: Links, config: ResolvedConfig) -> Tokens:
             f"the tokens in {tokens.folder} have digest {tokens.digest[:12]}, the statement says"
             f" {stated:.12}",
         )
+    tokenizer = part(links["tokenizer"], "blake3", str)
+    if tokens.tokenizer_digest != tokenizer or _tokenizer_digest(config) != tokenizer:
+        raise DataError(f"the tokenizer in {config.data} is not the one of the statement")
     tokens.verify()
     return tokens
+
+
+def _tokenizer_digest(config: ResolvedConfig) -> str:
+    return digest_file(tokenizer_folder(config.data, config.ids.tokenizer) / TOKENIZER)
 
 
 def _mix(config: ResolvedConfig, tokens: Tokens) -> SourceMix | None:

@@ -332,6 +332,11 @@ def test_export_and_the_texts_tell_the_samples_of_a_step_as_the_run_does(
     edited = of_export(export, tmp_path / "edited", texts, "--step", "3")
     assert (edited.returncode, shard.name in edited.stderr) == (65, True)
 
+    tokenizer = next((tmp_path / "edited/tokenizers").glob("*/tokenizer.json"))
+    tokenizer.write_text(tokenizer.read_text() + " ")
+    of_other = of_export(export, tmp_path / "edited", texts, "--step", "3")
+    assert (of_other.returncode, "the tokenizer in" in of_other.stderr) == (65, True)
+
     changed = tmp_path / "changed"
     shutil.copytree(texts, changed)
     first = next(changed.glob("*.py"))
