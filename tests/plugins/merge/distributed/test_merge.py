@@ -314,7 +314,7 @@ def test_child_starts_from_the_merge_with_the_next_sample_and_new_moments(
     for step in ("3", "25"):  # of the trunk, and its own
         told = forge("samples", str(child.folder), "--step", step, child.data)
         assert told.code == 0, told.text
-    # It goes on from its own checkpoint, also once the merge is gone.
+    # The child resumes from its own checkpoint, also once the merge is gone.
     subprocess.run(["rm", "-r", str(run.paths.merged)], check=True)
     on = child.fork("train", "--train.max_steps=27").end()
     assert on.code == 0 and "resume from" in on.text, on.text
