@@ -21,7 +21,7 @@ class Packs(Protocol):
         None where no token of that would be learned. Raises DataError."""
 
     def blocks(self, documents: Sequence[Ids]) -> Iterator[tuple[Ids, int]]:
-        """What shards have of documents in blocks of tokenize.seq_len ids, and how many each block holds.
+        """Blocks of tokenize.seq_len ids, as shards have them, and how many documents each holds.
         The first token of a block is never learned."""
 
     def warning(self, names: str, count: int) -> str:

@@ -306,7 +306,7 @@ def _train(config: ResolvedConfig) -> _TokenizerSource:
 
 
 def _special_tokens(config: ResolvedConfig) -> list[str]:
-    """Those of the formats of all sources, sorted."""
+    """Special tokens of the formats of all sources, sorted."""
     packed = (one.format for one in config.tokenize.corpora.values() if one.is_packed)
     return sorted({token for kind in packed for token in corpus.text_format(kind).special_tokens})
 

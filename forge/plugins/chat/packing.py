@@ -68,7 +68,7 @@ class Packing:
             yield np.concatenate([*held[number], rest]), len(held[number])
 
     def warning(self, names: str, count: int) -> str:
-        """What was cut and left out of `count` documents; "" for nothing. names: of their files."""
+        """Sentence on what was cut and left out of `count` documents; "" for nothing. names: of files."""
         told = [
             *([f"{self._cut:,} cut after {self._seq_len:,} tokens"] if self._cut else []),
             *([f"{self._left_out:,} left out: no token is learned"] if self._left_out else []),

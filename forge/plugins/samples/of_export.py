@@ -44,7 +44,7 @@ def stretch_of_export(export: Path, data: str) -> Stretch:
         raise DataError(f"{export}: {getattr(err, 'what', err)}") from None
 
     def ranks(step: int) -> int:
-        """Of the last launch that has trained it."""
+        """Number of ranks of the last launch that has trained it."""
         for begun, ended, world_size in reversed(launches):
             if begun < step <= ended:
                 return world_size
