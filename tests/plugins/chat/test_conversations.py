@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import real_text
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from forge.core.config import Config
@@ -95,6 +96,31 @@ def test_ids_are_those_of_transformers_for_the_template_of_the_export(
         tokenize=False,
     )
     assert asked.endswith(f"{END}\n{START}assistant\n")
+
+
+@pytest.mark.tools
+def test_ids_are_those_of_transformers_for_a_published_tokenizer_and_its_own_template() -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    folder = real_text.tokenizer("qwen2_5")
+    own = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    encode = encoder(loaded(Tokenizer.from_file(str(folder / "tokenizer.json"))))
+    english, *others = (real_text.help_pages(language) for language in real_text.LANGUAGES)
+    for page in sorted(path.name for path in english.iterdir())[:40]:
+        conversation = [{"role": "system", "content": "Translate."}]
+        for other in others:  # the same page in another language
+            conversation += [
+                {"role": "user", "content": (english / page).read_text()},
+                {"role": "assistant", "content": (other / page).read_text()},
+            ]
+        ids, learned = encode(render(messages_of(conversation)))
+        for template in (own, CHAT_TEMPLATE):
+            assert ids.tolist() == theirs.apply_chat_template(
+                conversation, chat_template=template, return_dict=False
+            )
+        answers = [one["content"] + END for one in conversation if one["role"] == "assistant"]
+        assert theirs.decode(ids[learned].tolist()) == "".join(answers)
 
 
 def test_answers_and_their_ends_are_learned_and_nothing_else(tokenizer: LoadedTokenizer) -> None:

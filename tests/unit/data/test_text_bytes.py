@@ -2,12 +2,14 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support import real_text
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from forge.core.config import Config, ResolvedConfig
@@ -79,7 +81,9 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 }
 
 
-def tokens(folder: Path, tokenizer: Tokenizer, documents: list[str] = DOCUMENTS) -> ResolvedConfig:
+def tokens(
+    folder: Path, tokenizer: Tokenizer, documents: list[str] = DOCUMENTS, eos: str = EOS
+) -> ResolvedConfig:
     """Tokenize documents in several shards. The config."""
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text(SEPARATOR.join(documents))
@@ -87,7 +91,7 @@ def tokens(folder: Path, tokenizer: Tokenizer, documents: list[str] = DOCUMENTS)
     config = content_ids.resolve(
         Config(
             data=str(folder / "data"),
-            tokenizer={"source": "path", "path": str(folder / "tokenizer.json"), "eos_token": EOS},
+            tokenizer={"source": "path", "path": str(folder / "tokenizer.json"), "eos_token": eos},
             tokenize={
                 "inputs": [str(folder / "text.txt")],
                 "document_separator": SEPARATOR,
@@ -144,6 +148,57 @@ def test_bytes_of_the_windows_are_those_of_decoded_prefixes(kind: str, tmp_path:
     result = measured(config)
     assert result == TextBytes(targets=SEQ_LEN * COUNT, bytes=expected)
     assert expected > 0
+
+
+@pytest.mark.tools
+@pytest.mark.parametrize(
+    ("name", "eos"),
+    [("qwen2_5", "<|endoftext|>"), ("gpt4o", "<|endoftext|>"), ("gemma2", "<eos>")],
+)
+def test_ids_and_bytes_of_help_in_four_languages_are_those_of_transformers(
+    name: str, eos: str, tmp_path: Path
+) -> None:
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    file = real_text.tokenizer(name) / "tokenizer.json"
+    pages = [
+        page.read_text()
+        for language in real_text.LANGUAGES
+        for page in sorted(real_text.help_pages(language).iterdir())[:40]
+    ]
+    config = tokens(tmp_path, Tokenizer.from_file(str(file)), pages, eos)
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=eos)
+    of_character = {character: byte for byte, character in bytes_to_unicode().items()}
+
+    def spelled(number: int) -> bytes:
+        piece = theirs.convert_ids_to_tokens(int(number))
+        if name != "gemma2":
+            return bytes(of_character[character] for character in piece)
+        is_byte = re.fullmatch("<0x([0-9A-F]{2})>", piece)
+        return bytes.fromhex(is_byte[1]) if is_byte else piece.replace("▁", " ").encode()
+
+    documents = [text for text in pages if split_of(text, 0.4) == "val"]
+    wanted = [theirs.encode(text, add_special_tokens=False) for text in documents]
+    shards = ShardSet.open(tokens_folder(config.data, config.ids.tokens)).val
+    ids = np.concatenate([shard.read() for shard in shards])
+    found = np.split(ids, np.flatnonzero(ids == theirs.eos_token_id) + 1)[:-1]
+    assert sorted(part[:-1].tolist() for part in found) == sorted(wanted)
+    assert ids.max() > 2**16
+
+    def prefix_bytes(ids: np.ndarray, end: int) -> int:
+        """Bytes of the documents of a shard before an id, without a character that is not complete."""
+        documents = np.split(ids[:end], np.flatnonzero(ids[:end] == theirs.eos_token_id) + 1)
+        texts = [
+            b"".join(spelled(i) for i in part if i != theirs.eos_token_id) for part in documents
+        ]
+        return sum(len(text.decode(errors="ignore").encode()) for text in texts)
+
+    expected = sum(
+        prefix_bytes(ids, first + SEQ_LEN) - prefix_bytes(ids, first)
+        for ids, first in windows(config, SEQ_LEN, 200)
+    )
+    assert measured(config, count=200) == TextBytes(targets=SEQ_LEN * 200, bytes=expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)

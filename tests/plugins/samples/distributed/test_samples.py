@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from support import real_text
 from support.batches import batches, record_batches
 from support.live_run import TINY, TWO_RANKS, Run, forge, make_run
 
@@ -154,6 +155,38 @@ def test_every_step_that_has_read_a_text_is_found_and_no_other(child: Run, mixed
     of_file = samples.of_file(path)
     assert {place["input"] for place in of_file} == {str(path)}
     assert GOAL in {read["step"] for place in of_file for read in place["steps"]}
+
+
+@pytest.mark.tools
+def test_every_step_that_has_read_a_verse_and_a_page_is_named(tmp_path: Path) -> None:
+    bible, help_pages = real_text.book_of_ruth(), real_text.help_pages("ja")
+    sources = {
+        "bible": {"inputs": [str(bible)], "document_separator": "\n\n"},
+        "help": {"inputs": [str(help_pages)]},
+    }
+    mix = {"bible": 1, "help": 1}
+    project = make_project(tmp_path, {"sources": sources}, mix=mix, max_steps=80)
+    run = trained(make_run(project, project / "results", "base", ()), *TWO_RANKS)
+    samples, drawn = samples_of(run, project), batches(run.folder)
+    page = max(help_pages.iterdir(), key=lambda path: path.stat().st_size)
+    for path, phrase in [
+        (bible, "thy people shall be my people, and"),
+        (page, max(page.read_text().splitlines(), key=len)[:12]),
+    ]:
+        done = command(run, project, "--text", phrase, "--json")
+        assert done.returncode == 0, done.stderr
+        places = json.loads(done.stdout)
+        assert str(path) in {place["input"] for place in places}
+        told = {read["step"] for place in places for read in place["steps"]}
+        seen = {
+            step + 1
+            for step, rows in drawn.items()
+            for row in rows
+            if phrase in samples.tokenizer.decode(list(row))
+        }
+        assert seen and seen <= told
+        epochs = {read["epoch"] for place in places for read in place["steps"]}
+        assert path != bible or len(epochs) > 1
 
 
 def test_text_of_the_documents_of_a_window_is_where_it_says(base: Run, mixed: Path) -> None:
