@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 import functools
-import gc
-import itertools
-import multiprocessing
 import os
-import signal
 from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +15,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from forge.core.config import ResolvedConfig
-from forge.core.errors import DataError, UnfitError
+from forge.core.errors import DataError
 from forge.core.file_list import verify
 from forge.core.files import (
     atomic_open,
@@ -31,9 +25,8 @@ from forge.core.files import (
     grouped,
 )
 from forge.core.paths import MANIFEST, STATISTICS, tokenizer_folder, tokens_folder
-from forge.core.process import stop_with_parent
 from forge.core.records import RecordPart
-from forge.core.terminal import progress, say
+from forge.core.terminal import say
 from forge.core.text_formats import READINGS, TOKEN_FORMATS, UNRECORDED_DTYPE, new_readings
 from forge.core.tokenize_settings import Tokenize
 from forge.data import content_ids, corpus, lossy_tokenizer, token_files
@@ -48,9 +41,11 @@ from forge.data.encoders import (
     reference_encoder,
     refuse_end,
 )
+from forge.data.input_bytes import Consumed
 from forge.data.inputs import corpus_files
 from forge.data.lost_text import LossCounter, Spelling, keeps_all_text
 from forge.data.packing import packing
+from forge.data.part_workers import made_by_workers
 from forge.data.shards import (
     DTYPES,
     SPLITS,
@@ -323,89 +318,22 @@ def _no_threads() -> None:
 
 def _encode_parts(job: _Job, groups: list[list[InputFile]], workers: int) -> list[FinishedPart]:
     """Encode all parts; their records in order."""
-    # A new interpreter for each worker would import for 0.6 s what is in memory here. A fork is safe:
-    # no other thread of this process is at work, see `_no_threads` and the order below.
-    context = multiprocessing.get_context("fork")
-    # Each number is written by one worker: no lock, which a killed worker could keep.
-    read_bytes = context.RawArray("q", len(groups))
-    pool = ProcessPoolExecutor(
-        max(1, min(workers, len(groups))),
-        context,
-        initializer=_start_worker,
-        initargs=(os.getpid(), job, read_bytes),
-    )
-    others = set(multiprocessing.active_children())
-    finished: dict[int, FinishedPart] = {}
-    total_mib = sum(file.size for group in groups for file in group) / 2**20
-    waiting = iter(enumerate(groups))
-    try:
-        gc.freeze()  # or the workers would look through all these objects, and so copy their pages
-        # Starts all workers, before the bar of `progress` has a thread.
-        running = _submit(pool, waiting, 4 * workers)
-        with progress("tokenize", total_mib, "MiB") as update:
-            for number, part in _results(pool, waiting, running):
-                if part is not None:
-                    finished[number] = part
-                update(sum(read_bytes) / 2**20, f"{len(finished)}/{len(groups)} parts")
-    except BaseException as err:
-        for worker in set(multiprocessing.active_children()) - others:
-            worker.terminate()  # none may continue after an error or Ctrl-C
-        if not isinstance(err, BrokenProcessPool):
-            raise
-        raise UnfitError(
-            f"a worker process was killed after {len(finished)} of {len(groups)} parts",
-            cause="most likely out of memory: a worker holds its largest document, encoded",
-            fix="use more memory or fewer workers; finished parts are kept",
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return [finished[number] for number in range(len(groups))]
+    global _job  # noqa: PLW0603  the workers are forked from this process
+    _job = job
 
+    def receive(made: tuple[bytes, list[str]]) -> FinishedPart:
+        record, warnings = made
+        for warning in warnings:
+            say(warning)
+        return FinishedPart.model_validate_json(record)
 
-Running = dict[Future[tuple[bytes, list[str]]], int]  # -> number of the part
-
-
-def _submit(
-    pool: ProcessPoolExecutor, waiting: Iterator[tuple[int, list[InputFile]]], at_most: int
-) -> Running:
-    return {
-        pool.submit(_make_part, number, group): number
-        for number, group in itertools.islice(waiting, at_most)
-    }
-
-
-def _results(
-    pool: ProcessPoolExecutor, waiting: Iterator[tuple[int, list[InputFile]]], running: Running
-) -> Iterator[tuple[int, FinishedPart | None]]:
-    """(number, record) of each part when it is done, and (-1, None) at least twice a second.
-
-    Submits a part for each that is done, not all at once: a large corpus has 100,000 of them.
-    """
-    while running:
-        done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
-        for future in done:
-            record, warnings = future.result()
-            for warning in warnings:
-                say(warning)
-            yield running.pop(future), FinishedPart.model_validate_json(record)
-        running |= _submit(pool, waiting, len(done))
-        yield -1, None
+    num_bytes = sum(file.size for group in groups for file in group)
+    return made_by_workers("tokenize", groups, num_bytes, workers, make=_make_part, receive=receive)
 
 
 # --- in a worker --------------------------------------------------------------------------------
 
 _job: _Job
-_read_bytes: Any
-
-
-def _start_worker(parent: int, job: _Job, read_bytes: Any) -> None:
-    global _job, _read_bytes  # an initializer of a pool cannot return anything
-    _job, _read_bytes = job, read_bytes
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from the parent, or as it dies
-    stop_with_parent()
-    if os.getppid() != parent:  # the parent died before the line above
-        os._exit(1)
 
 
 @functools.cache
@@ -432,14 +360,14 @@ class FinishedPart(RecordPart):
     """None for files of ids, and in records of earlier versions."""
 
 
-def _make_part(number: int, files: list[InputFile]) -> tuple[bytes, list[str]]:
+def _make_part(number: int, files: list[InputFile], consumed: Consumed) -> tuple[bytes, list[str]]:
     """Encode a part, or keep it if it is finished and valid; its record as JSON, and warnings."""
     tokenizer, encode, spelling, count_bytes = _loaded(_job.tokenizer, _job.fast)
     path = _job.folder / "parts" / f"part-{number:05d}.json"
     if path.exists():
         kept = _finished_part(path, files, tokenizer)
         if kept is not None:
-            _read_bytes[number] = sum(file.size for file in files)
+            consumed(sum(file.size for file in files))
             return kept, []
     with disk_trouble(_job.folder):
         path.unlink(missing_ok=True)
@@ -453,11 +381,11 @@ def _make_part(number: int, files: list[InputFile]) -> tuple[bytes, list[str]]:
         }
         if _job.settings.format in TOKEN_FORMATS:
             inputs = _input_entries(token_files.with_index(files, _job.settings))
-            _write_tokens(writers, number, files, tokenizer)
+            _write_tokens(writers, files, tokenizer, consumed)
         else:
             inputs = []
             divided: list[bool] = []
-            documents = _documents(number, files, warnings, inputs, divided)
+            documents = _documents(files, consumed, warnings, inputs, divided)
             counter = LossCounter(spelling)
             if _job.settings.is_packed:
                 warning = _write_packed(writers, files, documents, tokenizer, counter)
@@ -512,18 +440,14 @@ def _check_reading(part: FinishedPart, dtype: np.dtype[Any], tokenizer: LoadedTo
 
 
 def _documents(
-    number: int,
     files: list[InputFile],
+    consumed: Consumed,
     warnings: list[str],
     inputs: list[InputEntry],
     divided: list[bool],
 ) -> Iterator[str]:
     """The documents of all files. Adds to `inputs` the entry of each file that has been read, and to
     `divided` whether a text file has several documents."""
-
-    def consumed(length: int) -> None:
-        _read_bytes[number] += length
-
     for file in files:
         hasher, num_documents = blake3.blake3(), 0
         for document in corpus.read_documents(
@@ -548,15 +472,11 @@ def _writer(split: Split, number: int, tokenizer: LoadedTokenizer) -> ShardWrite
 
 def _write_tokens(
     writers: dict[Split, ShardWriter],
-    number: int,
     files: list[InputFile],
     tokenizer: LoadedTokenizer,
+    consumed: Consumed,
 ) -> None:
     """Write documents of ids that exist already."""
-
-    def consumed(num_bytes: int) -> None:
-        _read_bytes[number] += num_bytes
-
     eos, settings = np.array([tokenizer.eos_id], dtype=np.uint32), _job.settings
     for file in files:
         for ids in token_files.read_documents(
