@@ -145,10 +145,10 @@ def statement_digest(statement: dict[str, Any]) -> str:
 
 def read_statement(data: bytes) -> dict[str, Any]:
     """The statement in these bytes. Refused where it is of another format, or was edited."""
-    return _read_predicate(data, STATEMENT, PREDICATE, MERGE)
+    return read_predicate(data, STATEMENT, PREDICATE, MERGE)
 
 
-def _read_predicate(data: bytes, name: str, *kinds: str) -> dict[str, Any]:
+def read_predicate(data: bytes, name: str, *kinds: str) -> dict[str, Any]:
     """The in-toto statement in the bytes of a file, with a predicate of such a type. Refused as above."""
     statement = parsed(data, name)
     for key, expected in (("_type", (IN_TOTO,)), ("predicateType", kinds)):
@@ -391,7 +391,7 @@ def check_certificate(path: Path, statement: bytes, key: Path | None) -> str:
     key is not signed by that.
     """
     data, name = read_bytes(path), path.name
-    content = _read_predicate(data, name, REPRODUCTION)
+    content = read_predicate(data, name, REPRODUCTION)
     subjects, made = part(content, "subject", list, name), part(content, "predicate", dict, name)
     if [part(one, "digest", dict, name).get("sha256") for one in subjects] != [sha256(statement)]:
         raise VerificationError(f"{name} certifies another statement")

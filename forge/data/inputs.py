@@ -13,6 +13,7 @@ from typing import ClassVar, Self
 
 from pydantic import ValidationError
 
+from forge.attestation.verify import MOST_NAMED, VerificationError
 from forge.core.config import Config, ResolvedConfig
 from forge.core.errors import ConfigError, DataError
 from forge.core.file_list import FileList, described, verify
@@ -202,6 +203,36 @@ def corpus_files(config: ResolvedConfig) -> list[InputFile]:
     _check_downloads(config.tokenize, [entry.name for entry in input_set.manifest.downloads])
     files = sorted(local + downloads, key=lambda file: file.name)
     return data_files(files, config.tokenize)
+
+
+def files_by_digest(
+    texts: str, option: str, stated: Sequence[tuple[str, int, str]]
+) -> dict[str, InputFile]:
+    """The files by blake3, each of which is one that a statement lists. texts: directory that has them,
+    under whatever names, or python:stdlib. option: that has named it. stated: name, bytes and blake3 of
+    each. VerificationError that names those that are missing or differ."""
+    sizes = {size for _, size, _ in stated}
+    try:
+        there = corpus.list_named([texts])
+    except DataError as err:
+        raise DataError(corpus.of_key(err, option).what) from None
+    found: dict[str, InputFile] = {}
+    with progress("text files", len(there), "files") as update:
+        for number, file in enumerate(there):
+            if file.size in sizes:
+                with disk_trouble(file.path, "read"):
+                    found[digest_file(file.path)] = file
+            update(number)
+    names = {Path(file.name).name for file in there}
+    wrong = [
+        f"{name!r} {'differs from' if Path(name).name in names else 'is not in'} {texts}"
+        for name, _, digest in stated
+        if digest not in found
+    ]
+    if wrong:
+        more = f"; {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
+        raise VerificationError("; ".join(wrong[:MOST_NAMED]) + more)
+    return found
 
 
 def _check_downloads(settings: Tokenize, names: list[str]) -> None:

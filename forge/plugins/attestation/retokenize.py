@@ -11,16 +11,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from forge.attestation.verify import MOST_NAMED, Links, VerificationError, part
+from forge.attestation.verify import Links, VerificationError, part
 from forge.core.config import Config, Ids, ResolvedConfig, checked
-from forge.core.errors import DataError, ForgeError
-from forge.core.files import digest_file, disk_trouble, plain_name
+from forge.core.errors import ForgeError
+from forge.core.files import digest_file, plain_name
 from forge.core.paths import MANIFEST, TOKENIZER, tokenizer_folder, tokens_folder
 from forge.core.provenance import versions
 from forge.core.scratch import scratch_directory
-from forge.core.terminal import progress
 from forge.data import content_ids, corpus
 from forge.data.corpus import STDLIB, InputFile
+from forge.data.inputs import files_by_digest
 from forge.data.shards import SPLITS, InputEntry, ShardManifest
 from forge.data.sources import ListedTokens, SourcesManifest
 from forge.data.tokenize import tokenize
@@ -62,7 +62,9 @@ def verify_texts(texts: str, links: Links, export: Path, keep: Path | None = Non
             " the statement of `forge export --full`"
         )
     _check_sources({*stated}, links)
-    found = _found(texts, [file for files in stated.values() for file in files])
+    found = files_by_digest(
+        texts, "--data", [(f.name, f.bytes, f.blake3) for files in stated.values() for f in files]
+    )
     with scratch_directory("verify") as place:
         inputs = {
             # By number: the names are those of the statement.
@@ -90,33 +92,6 @@ def _check_sources(stated: set[str], links: Links) -> None:
 
 
 # --- the text files ---------------------------------------------------------------------------------
-
-
-def _found(texts: str, stated: list[TextFile]) -> dict[str, InputFile]:
-    """The files by blake3, each of which is one that the statement lists. VerificationError that names
-    those that are missing or differ."""
-    sizes = {file.bytes for file in stated}
-    try:
-        there = corpus.list_named([texts])
-    except DataError as err:
-        raise DataError(corpus.of_key(err, "--data").what) from None
-    found: dict[str, InputFile] = {}
-    with progress("text files", len(there), "files") as update:
-        for number, file in enumerate(there):
-            if file.size in sizes:
-                with disk_trouble(file.path, "read"):
-                    found[digest_file(file.path)] = file
-            update(number)
-    names = {Path(file.name).name for file in there}
-    wrong = [
-        f"{file.name!r} {'differs from' if Path(file.name).name in names else 'is not in'} {texts}"
-        for file in stated
-        if file.blake3 not in found
-    ]
-    if wrong:
-        more = f"; {len(wrong) - MOST_NAMED} more" if len(wrong) > MOST_NAMED else ""
-        raise VerificationError("; ".join(wrong[:MOST_NAMED]) + more)
-    return found
 
 
 def _links_to(folder: Path, files: list[TextFile], found: dict[str, InputFile]) -> list[str]:
