@@ -27,6 +27,8 @@ PLACEHOLDERS = {
     "--data python:stdlib": "--data corpus",
     "--steps 3000,4000,5000": "--steps 4,8,12",
     "step-00005000": "step-00000012",
+    "step-00001000.contamination": "step-*.contamination",
+    "--texts texts": "--texts corpus",
     "max_steps=6000": "max_steps=20",
     "--step 75": "--step 6",
     "data/notes.txt": "corpus/csv.txt",

@@ -6,9 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from forge.attestation.verify import path_option
 from forge.commands.of_options import config_of, use_settings
 from forge.commands.subcommands import Subcommands, its_config_option, settings_option
 from forge.core.config import Config
+from forge.core.errors import ConfigError
 from forge.plugins.evaluation.settings import Evaluate
 
 
@@ -27,25 +29,43 @@ def add_evaluate(subcommands: Subcommands) -> None:
         action="store_true",
         help="only put the data of the tasks into the cache, on a node with internet",
     )
+    parser.add_argument(
+        "--verify",
+        metavar="STATEMENT",
+        type=path_option,
+        help="only search --texts again for the tasks of CONFIG, and compare: step-….contamination.json",
+    )
+    parser.add_argument("--texts", metavar="DIR", help="with the text files of the statement")
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from forge.plugins.evaluation.tasks import download, go_offline, refuse_missing_package
+    from forge.plugins.evaluation import tasks
 
     use_settings(options)
     paths, checkpoint, config, is_ours = _to_evaluate(options)
     evaluate = config.of(Evaluate)
-    refuse_missing_package(evaluate, options.config)
+    tasks.refuse_missing_package(evaluate, options.config)
     if options.download:
-        download(paths, evaluate)
+        tasks.download(paths, evaluate)
         return
-    go_offline()
-    from forge.plugins.evaluation.evaluate import evaluate_checkpoint, evaluate_run
+    tasks.go_offline()
+    from forge.plugins.evaluation import contamination_statement as statement
+    from forge.plugins.evaluation import evaluate as scores
 
-    if checkpoint:
-        evaluate_checkpoint(checkpoint, evaluate, config.data, is_ours=is_ours)
-    else:
-        evaluate_run(paths, evaluate, config.data, is_ours=is_ours)
+    scores.refuse_no_tasks(paths, evaluate)
+    if options.verify or options.texts:
+        if not (options.verify and options.texts):
+            raise ConfigError("--verify STATEMENT and --texts DIR belong together", fix="give both")
+        loaded = tasks.load(tasks.find_tasks(evaluate), evaluate, paths)
+        statement.verify_statement(options.verify, options.texts, loaded)
+    elif checkpoint:
+        scores.evaluate_checkpoint(checkpoint, evaluate, config.data, is_ours=is_ours)
+    elif (share := evaluate.contamination) is None:
+        scores.evaluate_run(paths, evaluate, config.data, is_ours=is_ours)
+    else:  # the texts first: what is gone is told before anything is scored
+        searched = statement.search_run(paths, config, share, is_ours=is_ours)
+        scores.evaluate_run(paths, evaluate, config.data, is_ours=is_ours)
+        statement.write_statements(paths, searched)
 
 
 def _to_evaluate(options: argparse.Namespace) -> tuple[Any, Path | None, Config, bool]:

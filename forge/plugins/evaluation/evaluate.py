@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forge.checkpoint import directory, export_folder, manifest, resume
 from forge.core.errors import ConfigError, DataError, UnfitError
@@ -21,6 +21,7 @@ from forge.core.terminal import duration, say
 from forge.core.values import shown
 from forge.hosts.lock import lock
 from forge.plugins.evaluation import harness, tasks
+from forge.plugins.evaluation.contamination import ItemValues, item_values
 from forge.plugins.evaluation.records import Evaluations
 from forge.plugins.evaluation.settings import Evaluate
 from forge.plugins.evaluation.tasks import task_digest
@@ -40,10 +41,9 @@ def evaluate_run(paths: RunPaths, evaluate: Evaluate, data: str, *, is_ours: boo
     yet, and write evaluation.json. data: the directory with its tokenizer. is_ours: whether an export of
     the run may be used.
 
-    Raises ConfigError (no tasks, unknown ones), DataError (no checkpoint, or a corrupt one) and
+    Raises ConfigError (unknown tasks), DataError (no checkpoint, or a corrupt one) and
     UnfitError (data of a task is not cached, disk full, someone else evaluates).
     """
-    _refuse_no_tasks(paths, evaluate)
     last = resume.required(paths)
     chosen = {last.step: last}
     for folder in directory.committed(paths.checkpoints) if evaluate.every else ():
@@ -62,11 +62,11 @@ def evaluate_checkpoint(
 ) -> None:
     """Score one checkpoint of a run. Raises as `evaluate_run`."""
     paths = RunPaths(folder.parent.parent)
-    _refuse_no_tasks(paths, evaluate)
     _Evaluator(paths, evaluate, data, is_ours).evaluation(resume.named(folder))
 
 
-def _refuse_no_tasks(paths: RunPaths, evaluate: Evaluate) -> None:
+def refuse_no_tasks(paths: RunPaths, evaluate: Evaluate) -> None:
+    """ConfigError where there is nothing to evaluate a run with."""
     if not evaluate.tasks:
         raise ConfigError(
             f"no tasks to evaluate {paths.root} with: evaluate.tasks is []",
@@ -85,27 +85,41 @@ class _Evaluator:
     is_ours: bool
 
     @cached_property
-    def index(self) -> TaskManager:
+    def loaded(self) -> tuple[TaskManager, dict[str, Any]]:
         """The tasks, once it is known that each has its data: before a model is exported."""
         index = tasks.find_tasks(self.evaluate)
-        tasks.load(index, self.evaluate, self.paths)
-        return index
+        return index, tasks.load(index, self.evaluate, self.paths)
 
     def evaluation(self, checkpoint: directory.Checkpoint) -> Evaluation:
         """The evaluation of this checkpoint, made now where there is none."""
         identity = _identity(checkpoint, self.evaluate)
         with _held(self.paths, checkpoint):
-            if done := _done(self.paths, checkpoint, identity):
+            done = _done(self.paths, checkpoint, identity)
+            if done and not self._lacks_items(checkpoint, identity):
                 say(f"evaluation of step {checkpoint.step}: nothing to do")
                 return done
             return self._evaluate(checkpoint, identity)
 
+    def _lacks_items(self, checkpoint: directory.Checkpoint, identity: Evaluated) -> bool:
+        """Return whether values by item are asked for and not there, as beside scores of before."""
+        if self.evaluate.contamination is None:
+            return False
+        there = ItemValues.read_if_there(self._items(checkpoint))
+        return there is None or there.of != identity
+
+    def _items(self, checkpoint: directory.Checkpoint) -> Path:
+        return ItemValues.path(self.paths.evaluation_of(checkpoint.folder))
+
     def _evaluate(self, checkpoint: directory.Checkpoint, identity: Evaluated) -> Evaluation:
-        index, began = self.index, time.monotonic()
+        (index, loaded), began = self.loaded, time.monotonic()
         train = checkpoint.manifest.lineage.config.to_json()["train"]
         precision = numerics.precision(train["precision"], harness.device())
         with self._exported(checkpoint) as folder:
-            scores, device = harness.score(folder, self.evaluate, index, precision)
+            scores, samples, device = harness.score(folder, self.evaluate, index, precision)
+        for further in (".items.json", ".contamination.json"):  # of other scores
+            self.paths.evaluation_of(checkpoint.folder).with_suffix(further).unlink(missing_ok=True)
+        if self.evaluate.contamination is not None:
+            item_values(samples, loaded, identity).write(self._items(checkpoint))
         record = Evaluation(
             step=checkpoint.step,
             of=identity,

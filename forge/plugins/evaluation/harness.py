@@ -30,8 +30,9 @@ def device() -> torch.device:
 
 def score(
     exported: Path, evaluate: Evaluate, index: TaskManager, precision: str
-) -> tuple[list[Score], str]:
-    """Scores of an exported checkpoint, by task and metric, and the device that computed them.
+) -> tuple[list[Score], dict[str, list[dict[str, Any]]], str]:
+    """Scores of an exported checkpoint, by task and metric, the harness' samples by task, and the device
+    that computed them.
 
     precision: `fp32`, or `bf16` for autocast over weights in fp32, as in training. What is longer than
     train.seq_len loses its beginning, with a warning where that is a part of an answer. DataError where
@@ -64,7 +65,7 @@ def score(
             cause=f"a task does not fit a model of {model.max_length} tokens, or has a mistake",
             fix="leave the task out of evaluate.tasks, or train with a larger train.seq_len",
         ) from err
-    return scores_of(results), numerics.device_name(where)
+    return scores_of(results), results["samples"], numerics.device_name(where)
 
 
 def _model(**settings: Any) -> LM:

@@ -103,6 +103,16 @@ def job_requests(settings: Any, mem_mb: int) -> Mapping[str, dict[str, Any]]:
 
 
 @hook
+def run_lines(paths: RunPaths) -> Mapping[str, Sequence[str]]:
+    found = sorted(paths.evaluations.glob("step-*.contamination.json"))
+    if not found:
+        return {}
+    from forge.plugins.evaluation.contamination_statement import ContaminationPredicate
+
+    return {"contamination": ContaminationPredicate.read(found[-1]).lines}
+
+
+@hook
 def while_training(
     paths: RunPaths, settings: RunSettings, data: str
 ) -> AbstractContextManager[None]:

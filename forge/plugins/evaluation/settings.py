@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from forge.core.section import FilePath, Section
+from forge.core.section import FilePath, Section, later
 
 
 class Evaluate(Section):
@@ -30,6 +30,9 @@ class Evaluate(Section):
     every: int | None = Field(None, ge=1)
     """Also score every checkpoint whose step is a multiple of this, under Slurm as jobs during training.
     Itself a multiple of train.keep_every; null: the last checkpoint only."""
+    contamination: float | None = later(None, gt=0, le=1)
+    """Look for questions and answers of the tasks in the training text, and give the scores without those
+    that it holds: at least this share of their sequences of 13 words, such as 0.8. null: no search."""
 
     @field_validator("tasks")
     @classmethod

@@ -173,7 +173,7 @@ def scored(monkeypatch) -> list[Path]:
     def score(exported, evaluate, index, precision):
         assert (exported / "model.safetensors").exists()
         seen.append(exported)
-        return [Score(task="words", metric="acc", value=0.5, num_documents=8)], "cpu"
+        return [Score(task="words", metric="acc", value=0.5, num_documents=8)], {}, "cpu"
 
     monkeypatch.setattr(evaluation.harness, "score", score)
     monkeypatch.setattr(evaluation.tasks, "find_tasks", lambda evaluate: None)
@@ -238,7 +238,7 @@ def test_exports_in_a_run_of_somebody_else_are_not_used(solo, tasks, tmp_path, m
 
     def score(exported, *_):
         texts.append((exported / "README.md").read_text())
-        return [Score(task="words", metric="acc", value=0.5, num_documents=8)], "cpu"
+        return [Score(task="words", metric="acc", value=0.5, num_documents=8)], {}, "cpu"
 
     monkeypatch.setattr(evaluation.harness, "score", score)
     run = solo.copy(tmp_path / "solo")
