@@ -260,7 +260,8 @@ def used() -> set[str]:
     """Variables of the package, the workflow and the tools, and of the test cluster."""
     found = used_in_python(sources()) | {"RANK"}  # of rank.py, one word among others
     folders = (ROOT / "tests/slurm", ROOT / "tests/gpu", ROOT / "tools")
-    tests = used_in_python([path for folder in folders for path in folder.rglob("*.py")])
+    files = [path for folder in folders for path in folder.rglob("*.py")]
+    tests = used_in_python([*files, ROOT / "tests/support/real_text.py"])
     found |= {name for name in tests if name.startswith("FORGE_")}
     shell = [
         ROOT / "Makefile",
