@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self, TypeVar, cast, get_type_hints
@@ -259,6 +260,32 @@ def _without_answer(job_id: str, hosts: Sequence[str]) -> list[str]:
     with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
         well = pool.map(lambda host: slurm.answers(job_id, host, ANSWER_SEC), hosts)
         return [host for host, answered in zip(hosts, well, strict=True) if not answered]
+
+
+class UnresponsiveNodes:
+    """The nodes of `unresponsive`, which are asked once, while the caller does something else."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._answer: Future[list[str]] | None = None
+
+    def ask(self) -> None:
+        """Begin to ask; the second call does nothing."""
+        if self._answer is None:
+            self._answer = Future()
+            threading.Thread(target=self._run, args=(self._answer,), daemon=True).start()
+
+    def _run(self, answer: Future[list[str]]) -> None:
+        try:
+            answer.set_result(unresponsive(self._placement))
+        except BaseException as err:
+            answer.set_exception(err)
+
+    def names(self) -> list[str]:
+        """Wait for the answers. Raises as `unresponsive`."""
+        self.ask()
+        assert self._answer
+        return self._answer.result()
 
 
 class _Member:

@@ -29,6 +29,7 @@ from forge.core.process import Process, hostname, stop_with_parent
 from forge.core.records import StageRecord
 from forge.core.terminal import duration, say
 from forge.hosts import network, rendezvous
+from forge.hosts.nodes import UnresponsiveNodes
 from forge.hosts.placement import Placement, WorldLayout
 from forge.launch import lost_ranks
 from forge.launch.launch_command import launch_command
@@ -108,14 +109,24 @@ def run_ranks(
     reserve(spec)
     if isinstance(task, TrainTask | ProgramTask):
         _record_launch(paths, spec, placement, step=task.step)
+    nodes = UnresponsiveNodes(placement)
     try:
         stopped = _run_on_nodes(
-            spec, paths, placement, python=python, begin=begin, deadline_sec=deadline_sec
+            spec,
+            paths,
+            placement,
+            nodes=nodes,
+            python=python,
+            begin=begin,
+            deadline_sec=deadline_sec,
         )
         records = [RankRecord.read(spec, rank) for rank in range(layout.world_size)]
         records = lost_ranks.with_hosts(records, placement.hosts, layout.ranks_per_node)
         if isinstance(task, TrainTask | ProgramTask):
             _record_errors(paths, records)
+            outcome = _outcome(records, stopped)
+            is_lost = outcome.status == "lost"
+            return replace(outcome, silent=tuple(nodes.names())) if is_lost else outcome
         return _outcome(records, stopped)
     finally:
         if not _living(spec.directory):  # else the next command has to wait for them
@@ -157,12 +168,13 @@ def _run_on_nodes(
     paths: RunPaths,
     placement: Placement,
     *,
+    nodes: UnresponsiveNodes,
     python: str,
     begin: BeginLaunch | None,
     deadline_sec: float | None,
 ) -> list[int]:
     """Start the ranks and wait for their end, with the run's directory on nodes that do not see it; the
-    stop signals that were received meanwhile."""
+    stop signals that were received meanwhile. nodes: asked as soon as a rank has lost others."""
     machine = spec.machine
     log = paths.logs / f"{spec.log_prefix}.{machine.launcher}.log"
     with begin(spec) if begin else nullcontext() as elsewhere:
@@ -172,7 +184,13 @@ def _run_on_nodes(
             machine, spec.layout, placement, path, master=meeting, python=python
         )
         stopped = _run(
-            command, spec, log, machine.stop_grace_sec, deadline_sec, elsewhere=elsewhere
+            command,
+            spec,
+            log,
+            machine.stop_grace_sec,
+            deadline_sec,
+            nodes=nodes,
+            elsewhere=elsewhere,
         )
         if elsewhere:
             elsewhere.finish()
@@ -235,6 +253,7 @@ def _run(
     grace_sec: float,
     deadline_sec: float | None,
     *,
+    nodes: UnresponsiveNodes,
     elsewhere: RunDirectories | None = None,
 ) -> list[int]:
     """Run the launch command to its end; the stop signals that were received meanwhile.
@@ -251,6 +270,7 @@ def _run(
                 spec,
                 log,
                 stopped,
+                nodes=nodes,
                 elsewhere=elsewhere,
                 grace_sec=grace_sec,
                 killed_at=killed_at,
@@ -271,6 +291,7 @@ def _run_once(
     log: Path,
     stopped: list[int],
     *,
+    nodes: UnresponsiveNodes,
     elsewhere: RunDirectories | None = None,
     grace_sec: float,
     killed_at: float | None,
@@ -281,7 +302,7 @@ def _run_once(
     child = _start(command, log, _environment(spec))
     try:
         register(spec, "launcher", child.pid)
-        _watch(child, spec, stopped, grace_sec, killed_at, elsewhere=elsewhere)
+        _watch(child, spec, stopped, grace_sec, killed_at, nodes=nodes, elsewhere=elsewhere)
     except BaseException:  # the lock is released next: no rank may write after that
         _kill_all(spec, child)
         raise
@@ -301,6 +322,7 @@ def _watch(
     grace_sec: float,
     killed_at: float | None,
     *,
+    nodes: UnresponsiveNodes,
     elsewhere: RunDirectories | None = None,
 ) -> None:
     """Until the launch command ends: show messages of rank 0, forward a stop, kill what hangs. Raises
@@ -323,6 +345,8 @@ def _watch(
                 failed = any(record.is_failure for record in records.written)
                 if killed_at is None and (lost or failed):
                     killed_at = now + AFTER_FAILURE_SEC
+                if any(one.cause in lost_ranks.RESTARTED_CAUSES for one in records.written):
+                    nodes.ask()  # a node without power is known after 20 s
                 stopped_ranks.look(records.stalled)
                 console.show(records.inodes)
             if killed_at and now > killed_at:

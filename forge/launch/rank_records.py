@@ -271,6 +271,9 @@ class RankRecord:
     connected: tuple[
         str, ...
     ] = ()  # of all ranks: hosts that reached Slurm while their ranks waited
+    silent: tuple[str, ...] | None = (
+        None  # of all ranks: hosts that start no process; None: not asked
+    )
     result: Result | None = None
 
     @property

@@ -226,7 +226,7 @@ def _record_loss(
     """Find and record what is to blame for the loss of a rank: the record with that node, and the nodes
     that must not train again in this allocation. hosts: of the ranks."""
     paths = program.paths
-    silent = nodes.unresponsive(hosts)
+    silent = nodes.unresponsive(hosts) if record.silent is None else list(record.silent)
     # No node starts a process for a job that is over, and its ranks are killed.
     if hosts.job and slurm.is_over(hosts.job):
         events.record(paths.events, events.Lost(message=record.what, attempt=attempt, silent=[]))

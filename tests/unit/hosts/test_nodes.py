@@ -246,6 +246,25 @@ def test_no_node_is_blamed_for_a_controller_that_is_away(
     assert nodes.unresponsive(Placement(("n1", "n2"), JOB)) == unresponsive
 
 
+def test_nodes_are_asked_once_beside_other_work_and_an_error_is_raised_where_it_is_awaited(
+    monkeypatch,
+):
+    calls = []
+    monkeypatch.setattr(nodes, "unresponsive", lambda placement: calls.append(placement) or ["n2"])
+    asked = nodes.UnresponsiveNodes(Placement(("n1", "n2"), JOB))
+    asked.ask()
+    asked.ask()
+    assert asked.names() == asked.names() == ["n2"]
+    assert len(calls) == 1
+
+    def failing(_):
+        raise slurm.SlurmSilent("away")
+
+    monkeypatch.setattr(nodes, "unresponsive", failing)
+    with pytest.raises(slurm.SlurmSilent, match="away"):
+        nodes.UnresponsiveNodes(Placement(("n1",), JOB)).names()
+
+
 def test_process_that_waits_in_the_kernel_is_not_waited_for_forever(monkeypatch):
     monkeypatch.setattr(nodes, "END_SEC", 0.1)
     member = nodes._Member([sys.executable, "-c", "import time; time.sleep(20)"], Placement.here())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from support.live_run import wait_until
@@ -17,6 +18,8 @@ from forge.core.files import write_json
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process
+from forge.hosts.nodes import UnresponsiveNodes
+from forge.hosts.placement import Placement
 from forge.launch import launcher, lost_ranks
 from forge.launch.heartbeat import Activity
 from forge.launch.rank_records import NO_RECORD, LaunchSpec, PreflightTask, RankRecord
@@ -268,7 +271,7 @@ def launch(tmp_path, monkeypatch):
 
     def launch(script):
         command = ["sh", "-c", f'echo x >> "$TRIES"; {script}']
-        launcher._run(command, spec, log, 1, None)
+        launcher._run(command, spec, log, 1, None, nodes=UnresponsiveNodes(Placement.here()))
         return len((tmp_path / "tries").read_text().split())
 
     return launch
@@ -309,7 +312,9 @@ def watched(tmp_path, monkeypatch):
     def watch(seconds, stopped=()):
         began = time.monotonic()
         with subprocess.Popen(["sleep", str(seconds)], start_new_session=True) as child:
-            launcher._watch(child, spec, stopped, 60, None)
+            launcher._watch(
+                child, spec, stopped, 60, None, nodes=UnresponsiveNodes(Placement.here())
+            )
         return time.monotonic() - began, len(looks)
 
     watch.spec = spec
@@ -338,6 +343,21 @@ def test_ranks_are_killed_some_time_after_the_record_of_a_failure(watched, monke
     timer.start()
     took, looks = watched(30)
     assert 0.5 <= took < 5 and looks <= 3
+
+
+@pytest.mark.parametrize(("cause", "asked"), [(lost_ranks.PEER_LOST, True), ("", False)])
+def test_nodes_are_asked_while_the_other_ranks_still_have_time_to_tell(
+    watched, monkeypatch, cause, asked
+):
+    monkeypatch.setattr(launcher, "LOOK_SEC", 0.1)
+    monkeypatch.setattr(launcher, "AFTER_FAILURE_SEC", 2.0)
+    began, times = time.monotonic(), []
+    monkeypatch.setattr(UnresponsiveNodes, "ask", lambda _: times.append(time.monotonic() - began))
+    replace(bad(1, Exit.DATA), cause=cause).write(watched.spec)
+    took, _ = watched(30)
+    assert 2 <= took < 20
+    assert bool(times) is asked
+    assert not times or times[0] < 1.5
 
 
 def test_launcher_asks_about_stopped_ranks_and_shows_messages(watched, monkeypatch, capsys):
