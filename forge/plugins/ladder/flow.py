@@ -9,7 +9,6 @@ from typing import Any
 from forge.core.config import ResolvedConfig
 from forge.core.errors import ConfigError
 from forge.core.files import read_object_or_empty
-from forge.core.paths import RunPaths
 from forge.flow.rule_inputs import RuleSettings
 from forge.plugins.ladder.records import LadderRows, read_forecasts, rows_of
 from forge.slurm.jobs import TRAIN_RULE
@@ -28,33 +27,29 @@ def outcomes(flow: Any) -> list[str]:
     return [file for file in files if Path(file).exists()]
 
 
+def forecasts(flow: Any) -> list[str]:
+    """Marks beside the logs with forecasts, which are gone with a directory that is moved aside."""
+    return [f"{flow.results}/{run}/.forecast" for run in rows_of(flow.runs).forecasts]
+
+
 def rule_settings(runs: Mapping[str, ResolvedConfig]) -> dict[str, RuleSettings]:
-    """ladder.json -> the rows by which it is made, again where a log has lost its forecast; {} for a
-    sheet without a ladder."""
+    """ladder.json -> the rows by which it is made; {} for a sheet without a ladder."""
     rows = rows_of(runs)
     if not rows.rungs:
         return {}
     output = Path(rows.results) / "ladder.json"
     made_with = {"format": LadderRows.FORMAT, **read_object_or_empty(output).get("rows", {})}
-    if not all(_has_forecast(rows, run) for run in rows.forecasts):
-        made_with = {}
     return {str(output): RuleSettings.of("ladder", rows.to_json(), output, made_with)}
-
-
-def _has_forecast(rows: LadderRows, run: str) -> bool:
-    return read_forecasts(rows.paths(run).events).standing(rows.forecasts[run]) is not None
 
 
 def check_plan(runs: Mapping[str, ResolvedConfig], rules: Mapping[str, Sequence[str]]) -> None:
     """ConfigError where a larger run would be trained for the first time without a forecast."""
     rows = rows_of(runs)
-    for run in rules.get(TRAIN_RULE, ()):
-        place = rows.forecasts.get(run)
-        log = RunPaths.of(runs[run]).events
-        if not place or read_forecasts(log).is_launched or _has_forecast(rows, run):
+    for run in sorted(rows.forecasts.keys() & {*rules.get(TRAIN_RULE, ())}):
+        place, log = rows.forecasts[run], read_forecasts(rows.paths(run).events)
+        if log.is_launched or log.standing(place):
             continue
-        made = read_forecasts(log).made
-        cause = f"its log has one of {made[-1][0].tokens:,} tokens" if made else ""
+        cause = f"its log has one of {log.made[-1][0].tokens:,} tokens" if log.made else ""
         raise ConfigError(
             f"run {run} has ladder.role forecast, and no forecast of {place.parameters:,} parameters and"
             f" {place.tokens:,} tokens: a forecast comes before the first launch",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from importlib.metadata import version
-from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from forge.core.terminal import say
 from forge.plugins.ladder.records import (
     LadderFit,
     LadderForecast,
+    LadderPlace,
     LadderRows,
-    Place,
     RungPoint,
     read_forecasts,
 )
@@ -28,7 +27,7 @@ from forge.reporting.run_files import RunFiles
 from forge.reporting.run_rows import validation_text
 from forge.reporting.run_state import ask_slurm, judge
 
-LEVEL, DRAWS, SEED = 0.9, 200, 0
+LEVEL, DRAWS, SEED = 0.9, 1000, 0
 # Keys of `train` on which a validation loss depends, besides the text.
 MEASURED_BY = ("seq_len", "eval_samples", "document_mask")
 
@@ -46,16 +45,11 @@ def check_rows(rows: LadderRows) -> None:
             f"rows of the ladder have several ladder.floor: {', '.join(map(str, rows.floors))}",
             fix="set it in config.yaml, and not in the sample sheet",
         )
-    if find_spec("scipy") is None:
-        raise ConfigError(
-            "a ladder is fitted by scipy, which Python does not have here",
-            fix="make setup EXTRAS=ladder",
-        )
     _check_enough(rows, rows.rungs.values(), [])
 
 
 def _check_enough(
-    rows: LadderRows, points: Collection[Place | RungPoint], failed: Sequence[str]
+    rows: LadderRows, points: Collection[LadderPlace | RungPoint], failed: Sequence[str]
 ) -> None:
     left_out = f"; left out: {', '.join(failed)}" if failed else ""
     trunks = len({point.trunk for point in points})
@@ -125,7 +119,7 @@ def _points(rows: LadderRows) -> tuple[list[RungPoint], list[str]]:
     return points, left_out
 
 
-def _result(paths: RunPaths, place: Place) -> tuple[float, str] | None:
+def _result(paths: RunPaths, place: LadderPlace) -> tuple[float, str] | None:
     """Bits per byte at the end of a run, and the digest of its checkpoint; None without."""
     record = Validated.read_if_there(paths.validated)
     if record is None or record.step != place.step or record.bpb is None:
@@ -159,9 +153,14 @@ def _fit(rows: LadderRows, points: list[RungPoint], left_out: list[str]) -> Ladd
     from forge.plugins.ladder.fit import Point, forecast
 
     fitted = [Point(p.trunk, p.parameters, p.tokens, p.bpb) for p in points]
-    options = {"floor": rows.floors[0], "level": LEVEL, "draws": DRAWS, "seed": SEED}
     found = {
-        run: forecast(fitted, place.parameters, place.tokens, **options)
+        run: forecast(
+            *(fitted, place.parameters, place.tokens),
+            floor=rows.floors[0],
+            level=LEVEL,
+            draws=DRAWS,
+            seed=SEED,
+        )
         for run, place in rows.forecasts.items()
     }
     return LadderFit(
@@ -174,7 +173,7 @@ def _fit(rows: LadderRows, points: list[RungPoint], left_out: list[str]) -> Ladd
         draws=DRAWS,
         seed=SEED,
         forecasts={run: told._asdict() for run, (_, told) in found.items()},
-        versions={name: version(name) for name in ("forge", "numpy", "scipy")},
+        versions={name: version(name) for name in ("forge", "numpy")},
     )
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
 from forge.core.records import Validated
-from forge.plugins.ladder.records import LadderForecast, Place, read_forecasts
+from forge.plugins.ladder.records import LadderForecast, LadderPlace, read_forecasts
 
 
 class Outcome(NamedTuple):
@@ -38,7 +38,7 @@ class Outcome(NamedTuple):
         return f"{words}; outcome {self.bpb:.4f}, {'inside' if self.is_inside else 'outside'}"
 
 
-def outcome_of(paths: RunPaths, place: Place | None = None) -> Outcome | None:
+def outcome_of(paths: RunPaths, place: LadderPlace | None = None) -> Outcome | None:
     """The outcome of a run; None for one without a forecast. place: as for `ForecastLog.standing`. Raises
     DataError for a log or a record that cannot be read."""
     standing = read_forecasts(paths.events).standing(place)

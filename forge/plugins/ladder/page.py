@@ -68,7 +68,7 @@ def plot(fit: LadderFit, curve: Curve, outcomes: dict[str, Outcome]) -> Figure:
         every += [one.forecast.tokens for one in outcomes.values()]
         tokens = np.geomspace(min(every), max(every), 100)
         for number, (size, own) in enumerate(sorted(sizes.items())):
-            color, name = COLORS[number % len(COLORS)], EngFormatter(sep="")(size)
+            color, name = COLORS[number % len(COLORS)], EngFormatter(places=1, sep="")(size)
             axes.plot(tokens, [curve.at(size, one) for one in tokens], color=color, lw=1, alpha=0.6)
             axes.plot(*zip(*own, strict=True), "o", ms=4, color=color, label=f"{name} parameters")
         for run, one in outcomes.items():
@@ -76,6 +76,8 @@ def plot(fit: LadderFit, curve: Curve, outcomes: dict[str, Outcome]) -> Figure:
             below, above = told.bpb - told.low, told.high - told.bpb
             name = f"{run}, {told.level:.0%} interval{' (late)' if one.is_late else ''}"
             bars: dict[str, Any] = {"yerr": [[below], [above]], "capsize": 5, "color": INK}
+            own_curve = [curve.at(told.parameters, one) for one in tokens]
+            axes.plot(tokens, own_curve, color=INK, lw=1, ls=":")
             axes.errorbar(told.tokens, told.bpb, fmt="_", ms=8, lw=1.4, label=name, **bars)
             if one.bpb is not None:
                 name = f"outcome, {'inside' if one.is_inside else 'outside'}"

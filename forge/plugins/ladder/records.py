@@ -32,7 +32,7 @@ class LadderForecast(Event):
     points: str
 
 
-class Place(RecordPart):
+class LadderPlace(RecordPart):
     """A row's place. trunk: the run with the weights that it starts from; "" for none."""
 
     trunk: str
@@ -46,8 +46,8 @@ class LadderRows(Record):
 
     results: str
     floors: list[float | None]
-    rungs: dict[str, Place]
-    forecasts: dict[str, Place]
+    rungs: dict[str, LadderPlace]
+    forecasts: dict[str, LadderPlace]
 
     def paths(self, run: str) -> RunPaths:
         return RunPaths(Path(self.results) / run)
@@ -94,10 +94,10 @@ def rows_of(runs: Mapping[str, Config]) -> LadderRows:
     )
 
 
-def _place(config: Config) -> Place:
+def _place(config: Config) -> LadderPlace:
     step, trunk = config.train.max_steps, (config.parent or "").partition("@")[0]
     tokens = step * tokens_per_step(config)
-    return Place(trunk=trunk, step=step, parameters=parameters_of(config), tokens=tokens)
+    return LadderPlace(trunk=trunk, step=step, parameters=parameters_of(config), tokens=tokens)
 
 
 class ForecastLog(NamedTuple):
@@ -106,7 +106,7 @@ class ForecastLog(NamedTuple):
     made: list[tuple[LadderForecast, bool]]
     is_launched: bool
 
-    def standing(self, place: Place | None = None) -> tuple[LadderForecast, bool] | None:
+    def standing(self, place: LadderPlace | None = None) -> tuple[LadderForecast, bool] | None:
         """The forecast that counts, and whether it is late: the last one before the first launch, else
         the first one. place: the row as it is; None for the row of the newest forecast."""
         row = place or (self.made[-1][0] if self.made else None)

@@ -1,5 +1,5 @@
 # The loss of a larger run, forecast by a fit of small ones.
-from forge.plugins.ladder.flow import outcomes, rungs
+from forge.plugins.ladder.flow import forecasts, outcomes, rungs
 
 
 localrules:
@@ -10,10 +10,11 @@ localrules:
 rule ladder:
     input:
         f"{FORGE.results}/ladder.html",
+        forecasts(FORGE),
 
 
-# Forecasts are in the logs of the larger runs, which are no outputs. Their own results are read where they
-# are there, for the page.
+# Forecasts are in the logs of the larger runs, which are no outputs. The own results of these are read for
+# the page, where they are there.
 rule ladder_forecast:
     input:
         lambda w: rungs(FORGE),
@@ -22,6 +23,7 @@ rule ladder_forecast:
     output:
         f"{FORGE.results}/ladder.json",
         f"{FORGE.results}/ladder.html",
+        touch(forecasts(FORGE)),
     log:
         f"{FORGE.results}/ladder.log",
     conda:

@@ -16,7 +16,7 @@ MIN_TRUNKS = 6  # one more than the fitted constants, of which ladder.floor fixe
 
 
 class Ladder(Section):
-    """Small runs by which the loss of a larger one is forecast; `forge ladder` writes their rows."""
+    """Small runs that forecast the loss of a larger one; `forge ladder --forecast 10` writes rows."""
 
     BOUND = ()
     IS_OF_TRAINER = True

@@ -116,13 +116,7 @@ def _named(
         every = max(1, round(lengths[0] / SHORTEST))
         begins = [every * round(length / every) for length in lengths]
         ends = [round(begin / constant) if constant else 0 for begin in begins]
-        if ends[0] <= begins[0] or begins[0] <= cells["train.warmup_steps"]:
-            raise ConfigError(
-                f"the shortest rung of depth {depth} would have {ends[0]} steps: warm-up up to step"
-                f" {cells['train.warmup_steps']}, and a decay from step {begins[0]} on",
-                cause=f"a step has {tokens_per_step(base):,} tokens",
-                fix="a smaller train.batch_size, larger --budgets, or another train.wsd_decay_fraction",
-            )
+        _refuse_short(base, depth, cells, begins[0], ends[0])
         kept = {"train.checkpoint_every": every, "train.keep_every": every}
         ends_at = {"train.max_steps": begins[-1], "train.decay_steps": ends[-1]}
         for seed in plan.seeds:
@@ -135,8 +129,21 @@ def _named(
         cells, unit = sizes[depth]
         for k in plan.at:
             steps = round(k * TOKENS_PER_PARAMETER * unit)
+            _refuse_short(base, depth, cells, int(constant * steps), steps)
             own = {"ladder.role": "forecast", **cells, "train.max_steps": steps}
             yield _with_k(f"{plan.name}-d{depth}", k), own, 0
+
+
+def _refuse_short(base: Config, depth: int, cells: dict[str, Any], begin: int, end: int) -> None:
+    warmup = cells["train.warmup_steps"]
+    if not warmup < begin < end:
+        raise ConfigError(
+            f"the shortest run of depth {depth} would have {end} steps: warm-up to step {warmup}, decay"
+            f" from step {begin} on",
+            cause=f"a step has {tokens_per_step(base):,} tokens",
+            fix="a smaller train.batch_size, larger --budgets and --at, or another"
+            " train.wsd_decay_fraction",
+        )
 
 
 def _with_k(name: str, k: float) -> str:
