@@ -44,8 +44,11 @@ def rule_settings(runs: Mapping[str, ResolvedConfig]) -> dict[str, RuleSettings]
 
 def check_plan(runs: Mapping[str, ResolvedConfig], rules: Mapping[str, Sequence[str]]) -> None:
     """ConfigError where a larger run would be trained for the first time without a forecast."""
+    due = rules.get(TRAIN_RULE, ())
+    if not due:
+        return
     rows = rows_of(runs)
-    for run in sorted(rows.forecasts.keys() & {*rules.get(TRAIN_RULE, ())}):
+    for run in sorted(rows.forecasts.keys() & {*due}):
         place, log = rows.forecasts[run], read_forecasts(rows.paths(run).events)
         if log.is_launched or log.standing(place):
             continue
