@@ -30,7 +30,8 @@ from forge.trainer import metrics
 from forge.trainer.divergence import diverged, ended_by_spike
 from forge.trainer.numerics import device_name, numerics, prepare
 from forge.trainer.save_clock import SaveClock, told
-from forge.trainer.start import Start, start_of_run, verified_tokens
+from forge.trainer.shard_check import verified_tokens
+from forge.trainer.start import Start, start_of_run
 from forge.trainer.step import Agreement, Flags, LaunchedStep, StepResult
 from forge.trainer.validation_loss import measured, reference_losses
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -16,13 +15,13 @@ from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.manifest import Artifact, Lineage, Manifest, ReferenceLosses, SkippedSteps
 from forge.core import failpoints
 from forge.core.config import ResolvedConfig
-from forge.core.files import digest_file, identity_of
+from forge.core.files import digest_file
 from forge.core.paths import TOKENIZER, RunPaths, tokenizer_folder
 from forge.core.terminal import say
-from forge.data.sources import Tokens, digests_by_source, open_copy
+from forge.data.sources import Tokens, digests_by_source
 from forge.hosts.network import cores_of_rank
 from forge.launch.process_group import World
-from forge.launch.rank_records import LaunchSpec, TrainTask
+from forge.launch.rank_records import LaunchSpec
 from forge.trainer import optim, pretrained
 from forge.trainer.divergence import SkippedCounts, SpikeRule
 from forge.trainer.initialize import initialize
@@ -237,23 +236,3 @@ def _lineage(
         source_digests=digests_by_source(tokens),
         model=weights,
     )
-
-
-def verified_tokens(task: TrainTask, world: World) -> Tokens:
-    """The tokens of a run, their digests verified. Raises DataError. All ranks call it.
-
-    Each rank reads a share of the files, for all ranks that read the same: those of a node where it has
-    its own copy, those of all such nodes where they read a shared directory.
-    """
-    what = "check of shards"
-
-    def opened() -> tuple[Tokens, str]:
-        tokens = open_copy(Path(task.shards_here), Path(task.shared))
-        return tokens, identity_of(member.path for member in tokens.members)
-
-    tokens, own = world.patiently(opened, what)
-    identities = world.gather_objects(own, str, what)
-    readers = [rank for rank, identity in enumerate(identities) if identity == own]
-    share = (readers.index(world.rank.rank), len(readers))
-    world.patiently(lambda: tokens.verify(share), what)
-    return tokens

@@ -50,6 +50,7 @@ TENSORS = {
         "trainer.parallel",
         "trainer.validation_loss",
         "trainer.step",
+        "trainer.shard_check",
         "trainer.start",
         "trainer.loop",
     ),
