@@ -245,20 +245,37 @@ def private_folder(path: Path, fix: str) -> Path:
     with disk_trouble(path):
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        status = os.lstat(path)  # not stat, which would follow a planted link
-    wrong = (
-        "is not a folder (a planted link?)"
-        if not stat.S_ISDIR(status.st_mode)
-        else f"belongs to user {status.st_uid}"
-        if status.st_uid != os.getuid()
-        else f"has mode {stat.S_IMODE(status.st_mode):o}, which lets others in"
-        if stat.S_IMODE(status.st_mode) & 0o077
-        else ""
-    )
+        wrong = _why_not_private(path)
     if wrong:
         cause = "another user of this host made it, or it was changed by hand"
         raise UnfitError(f"{path} {wrong}", cause=cause, fix=fix)
     return path
+
+
+def _why_not_private(path: Path) -> str:
+    """Why others could read or change what is in a directory; "" where they cannot. Raises OSError."""
+    status = os.lstat(path)  # not stat, which would follow a planted link
+    if not stat.S_ISDIR(status.st_mode):
+        return "is not a folder (a planted link?)"
+    if status.st_uid != os.getuid():
+        return f"belongs to user {status.st_uid}"
+    mode = stat.S_IMODE(status.st_mode)
+    return f"has mode {mode:o}, which lets others in" if mode & 0o077 else ""
+
+
+def is_private(folder: Path) -> bool:
+    """Return whether the directory is in a `private_root` of this user, on a disk of this host, and
+    neither it nor one between them can be changed by others."""
+    above = [folder, *folder.parents]
+    names = [path.name for path in above]
+    if (root := _private_name()) not in names:
+        return False
+    wrong = [_why_not_private(path) for path in above[: names.index(root) + 1]]
+    return not any(wrong) and folder.stat().st_dev not in _shared_file_systems()
+
+
+def _private_name() -> str:
+    return f"forge-{os.getuid()}"
 
 
 def private_root(base: Path) -> Path:
@@ -266,7 +283,7 @@ def private_root(base: Path) -> Path:
     with disk_trouble(base):
         base.mkdir(parents=True, exist_ok=True)
     return private_folder(
-        base / f"forge-{os.getuid()}",
+        base / _private_name(),
         fix="remove it, or choose another directory: stage.folder in machine.yaml or TMPDIR on nodes,"
         " `data` for archives",
     )
@@ -337,11 +354,11 @@ def parse_json(data: bytes, path: Path) -> Any:
         ) from None
 
 
-def read_object_or_empty(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} where it is missing, being replaced, or unreadable. For output that
-    must not fail because of one file."""
+def read_object_or_empty(path: Path, most: int = MAX_SMALL_JSON_BYTES) -> dict[str, Any]:
+    """The object in a JSON file; {} where it is missing, being replaced, unreadable, or has more than
+    `most` bytes. For output that must not fail because of one file."""
     try:
-        value = read_json(path, MAX_SMALL_JSON_BYTES)
+        value = read_json(path, most)
     except (ForgeError, OSError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -32,20 +32,18 @@ from forge.core.files import (
     digest_file,
     disk_trouble,
     private_root,
-    read_json,
     relative_path,
-    write_json,
 )
 from forge.core.paths import MANIFEST
-from forge.core.process import boot_id, node_local_folder
+from forge.core.process import node_local_folder
 from forge.core.terminal import progress
+from forge.data.copy_stamp import CopyStamp
 from forge.data.inputs import InputSet
 from forge.data.shards import FileSet, Kind, Member
 from forge.data.sources import open_tokens
 from forge.hosts.network import interface_towards
 
 SPARE_BYTES = 256 * 2**20  # left free for other users of the node
-STAMP = ".stamp.json"
 CHUNKS = (
     "chunks"  # directory of the chunks of an archive, inside the directory they are unpacked into
 )
@@ -91,39 +89,18 @@ def set_folder(root: Path, digest: str, job: str | None) -> Path:
 def is_complete(kind: Kind, folder: Path, digest: str) -> bool:
     """Return whether the directory has this set with valid digests. Raises DataError where it is corrupt.
 
-    Files that have not changed since their digests were verified in the same boot are not read again:
-    the kernel sets ctime at every change. Ranks verify their shards once more when they start.
+    Files with a `CopyStamp` are not read again. The first ranks of a job verify their shards once more.
     """
     if not folder.exists():
         return False
     existing = open_copy(kind, folder)
     if existing.digest != digest:
         return False
-    if not _is_stamped(existing):
+    stamp = CopyStamp.of(existing)
+    if not stamp.is_there:
         existing.verify()
-        stamp(existing)
+        stamp.write()
     return True
-
-
-def stamp(files: FileSet) -> None:
-    """Record that all digests are valid, with the state of the files."""
-    write_json(files.folder / STAMP, _state(files))
-
-
-def _is_stamped(files: FileSet) -> bool:
-    path = files.folder / STAMP
-    return path.exists() and read_json(path) == _state(files)
-
-
-def _state(files: FileSet) -> dict[str, Any]:
-    paths = {member.name: member.path for member in files.members}
-    stats = {n: path.stat() for n, path in {**paths, MANIFEST: files.folder / MANIFEST}.items()}
-    return {
-        "digest": files.digest,
-        # After a power failure a file may have its size, but zeros as content.
-        "boot": boot_id(),
-        "files": {n: [s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns] for n, s in stats.items()},
-    }
 
 
 # --- is the shared file system fast enough? -------------------------------------------------------
@@ -398,9 +375,10 @@ def finish(*, kind: Kind, temporary: str, folder: str, digest: str) -> None:
         files = open_copy(kind, arrived)
         if files.digest != digest:
             raise DataError(f"{arrived} has digest {files.digest[:12]}…, not {digest[:12]}…")
+        stamp = CopyStamp.of(files)
         files.verify()
         with disk_trouble(arrived):
-            stamp(files)
+            stamp.write()
             if not _came_meanwhile(kind, target, digest):
                 shutil.rmtree(target, ignore_errors=True)  # corrupt
                 arrived.rename(target)
