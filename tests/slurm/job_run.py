@@ -19,7 +19,7 @@ from forge.checkpoint import resume
 from forge.core import json_lines
 from forge.core.files import read_json
 from forge.core.paths import RunPaths
-from tools.slurm_cluster.cluster import Cluster
+from tools.slurm_cluster.cluster import REPOSITORY, Cluster
 from tools.slurm_cluster.machines import wait_until
 from tools.slurm_cluster.rank_processes import rank_processes
 from tools.slurm_cluster.temporary import locked
@@ -239,6 +239,8 @@ class JobRun(Progress):
     pauses: Sequence[int] = (PAUSE,)
     keys: dict[str, Any] = field(default_factory=dict)  # more of machine.yaml
     environment: dict[str, str] = field(default_factory=dict)  # more than Slurm's of the job
+    commands: Sequence[str] = ("train",)  # of the job, one after the other
+    cwd: Path = REPOSITORY  # where `forge stage` keeps its proof
 
     @property
     def output(self) -> Path:
@@ -250,18 +252,19 @@ class JobRun(Progress):
         file = self.folder.parent / "machine.yaml"
         file.write_text(yaml.safe_dump(machine(self.launcher, **self.keys)))
         others = sorted(set(self.cluster.nodes) - set(self.names))
-        command = (
-            f"exec python -m forge train {self.config} --run={self.folder.name}"
-            f" --results={self.folder.parent} --machine={file} --nodes=2"
-            f" --ranks-per-node={self.ranks_per_node}"
+        where = (
+            f"{self.config} --run={self.folder.name} --results={self.folder.parent} --machine={file}"
+            f" --nodes=2 --ranks-per-node={self.ranks_per_node}"
         )
+        *first, last = (f"python -m forge {command} {where}" for command in self.commands)
         return self.cluster.submit(
             *(f"--nodes={nodes}", f"--ntasks-per-node={self.ranks_per_node}"),
             *("--cpus-per-task=1", "--mem=1800"),
             *("--time=10", "--requeue", "--open-mode=append", f"--output={self.output}"),
             *([f"--exclude={','.join(others)}"] if others else []),
             *options,
-            f"--wrap={command}",
+            f"--wrap={' && '.join([*first, f'exec {last}'])}",
+            cwd=self.cwd,
             env=paused(*self.pauses) | self.environment,
         )
 

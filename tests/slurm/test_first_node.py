@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def hidden_project(
 class LoneRun(ProgramRun):
     """These commands in a job of two nodes, the first of which alone sees the project."""
 
-    commands: tuple[str, ...] = ("stage", "preflight", "train")
+    commands: Sequence[str] = ("stage", "preflight", "train")
 
     @property
     def project(self) -> Path:

@@ -27,6 +27,8 @@ from forge.data.inputs import source_digest
 from forge.slurm import exclude
 from tools.slurm_cluster.cluster import Cluster
 
+from .job_run import PAUSES, JobRun, Uninterrupted
+
 ROOT = f"/tmp/forge-{os.getuid()}"
 UNFIT = 69
 
@@ -156,6 +158,63 @@ def test_ranks_read_the_staged_shards_and_train_removes_them(allocate, shared_fo
     done = here.forge("train", *options)
     assert done.returncode == 0, done.stderr
     assert [here.content(host) for host in here.hosts] == [[], []]
+
+
+NOT_READ = re.compile(r"(\d of \d) copies of the shards are not verified again: ranks of job (\d+)")
+FLIP = (
+    "cd {root}/*/ && f=train-00000-000.bin && touch -r $f /tmp/times &&"
+    " dd if=$f bs=1 count=1 status=none | tr '\\000-\\377' '\\001-\\377\\000' |"
+    " dd of=$f conv=notrunc status=none && touch -r /tmp/times $f"
+)
+
+
+@pytest.mark.weekly
+def test_later_launches_of_a_job_do_not_read_unchanged_copies_again_and_find_a_changed_one(
+    new_run: Callable[..., JobRun],
+    uninterrupted: Uninterrupted,
+    cluster: Cluster,
+    shared_folder: Path,
+) -> None:
+    """After the loss of a rank, and after requeues, before the second of which a byte is changed."""
+    before_a_loss, before_a_requeue, before_a_change = PAUSES
+    run = replace(
+        new_run(pauses=PAUSES),
+        keys={"stage": {"mode": "always", "keep": True}},
+        commands=("stage", "train"),
+        cwd=shared_folder,
+    )
+    for host in run.names:
+        cluster.run("rm", "-rf", ROOT, machine=host, cwd=Path("/"))
+
+    def requeue(step: int) -> None:
+        run.wait_for_pause(step)
+        cluster.run("scancel", "--signal=TERM", job)
+        run.end_pause_when_told_to_stop(step)
+
+    job = run.submit("--partition=low")
+    run.wait_for_pause(before_a_loss)
+    assert not unread(run)
+    run.ranks()[0].kill()
+    run.end_pause(before_a_loss)
+    run.wait_for_event("lost")
+    requeue(before_a_requeue)
+    run.wait_for_pause(before_a_change)
+    assert unread(run) == [("2 of 2", job), ("2 of 2", job)]
+    changed = run.names[1]
+    cluster.run("sh", "-c", FLIP.format(root=ROOT), machine=changed, cwd=Path("/"))
+    requeue(before_a_change)
+    ended = run.wait_for_end(job)
+    assert (ended["ExitCode"], ended["Restarts"]) == ("0:0", "2"), run.said()
+    assert unread(run) == [("2 of 2", job), ("2 of 2", job), ("1 of 2", job)]
+    assert f"stage: {changed}: replacing a corrupt copy: " in run.output.read_text()
+    assert [len(event["sent"]) for event in run.events("stage")] == [2, 0, 1]
+    uninterrupted.equals(run)
+
+
+def unread(run: JobRun) -> list[tuple[str, str]]:
+    """What the launches, in their order, say of copies that they do not read: how many, and the job."""
+    logs = sorted(run.paths.logs.glob("*.log"), key=lambda log: log.stat().st_mtime_ns)
+    return [found for log in logs for found in NOT_READ.findall(log.read_text())]
 
 
 def test_full_disk_of_one_node_is_named_before_anything_is_sent(allocate):
