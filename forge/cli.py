@@ -29,7 +29,7 @@ EXIT_CODES = """exit codes: 0 done · 75 stopped early with a committed checkpoi
 def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand and return its exit code. arguments: None for those of the command line."""
     if arguments is None:
-        _in_utf8()
+        in_utf8()
         sys.meta_path.insert(0, _BeforeCompiler())
     name = "forge"
     try:
@@ -82,7 +82,7 @@ class _BeforeCompiler:
             sys.meta_path.remove(self)
 
 
-def _in_utf8() -> None:
+def in_utf8() -> None:
     """Read and write all text as UTF-8, whatever the locale: a corpus, a tokenizer and a report must not
     depend on LANG. Restarts Python in UTF-8 mode, which covers every file and child process. Characters
     that the terminal cannot show are printed as escapes.

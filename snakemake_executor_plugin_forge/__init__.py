@@ -4,6 +4,7 @@ Snakemake finds an executor by the name of its package, which must be at the top
 is in forge/slurm/job_watch.py.
 """
 
+import shlex
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -48,6 +49,7 @@ class Executor(SlurmExecutor):
 
         # First: the thread that watches the jobs is started by the base class.
         self._watch = JobWatch(self, super().run_job, super().cancel_jobs)
+        self._without_snakemake: set[Any] = set()  # ids of jobs
         super().__init__(workflow, logger)
 
     def __post_init__(self, test_mode: bool = False) -> None:
@@ -71,13 +73,24 @@ class Executor(SlurmExecutor):
         return f"export {RULES_IN_BATCH_STEP}=1" if once else ""
 
     def format_job_exec(self, job: Any) -> str:
-        """The command of a job: without `slurm-jobstep`, which would start a second Snakemake in it."""
-        from forge.slurm.jobs import runs_in_batch_step
+        """The command of a job: without `slurm-jobstep`, which would start a second Snakemake in it; for
+        a whole allocation without any Snakemake."""
+        from forge.slurm.jobs import runs_in_batch_step, write_steps
 
         line: str = super().format_job_exec(job)
         if not runs_in_batch_step(job.rules, self.array_jobs):
             return line
+        before, snakemake, _ = line.partition(" -m snakemake ")
+        if snakemake and (path := write_steps(job)):
+            self._without_snakemake.add(job.jobid)
+            return f"{before} -P -m forge.batch_step {shlex.quote(str(path))}"
         return line.replace(f" {self.additional_general_args()} ", " ")
+
+    def report_job_submission(self, job_info: Any, register_job: bool = True) -> None:
+        """Does not mark outputs as incomplete where no Snakemake in the job takes the mark away: should
+        this one be killed, the next would run the whole job again. They are complete or absent."""
+        own = job_info.job.jobid in self._without_snakemake
+        super().report_job_submission(job_info, register_job=register_job and not own)
 
     def _report_job_error_threadsafe(self, job_info: Any, msg: str) -> None:
         self._watch.note_refusal(job_info, msg)

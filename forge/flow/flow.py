@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from forge.core.terminal import say
 from forge.data.content_ids import single_corpora
 from forge.data.corpus import made_by_rules
 from forge.flow import (
+    batch_steps,
     resources,
     rule_inputs,
     runs,
@@ -76,6 +77,10 @@ class Flow:
         self.waiting = family.waiting(self.runs)
         self.failed = runs.known_failures(self.runs) if self._is_main else {}
         self._resumed: dict[str, int] = {}  # run -> step, filled when `resume` is the target
+        # Where the user has changed a rule, Snakemake runs it.
+        is_changed = user_module.is_read_again(snakemake)
+        own_steps = partial(batch_steps.write_steps, snakemake)
+        jobs.write_steps = jobs.no_steps if is_changed else own_steps
         user_module.start_with(snakemake, self._before_plan, self._before_first_job)
 
     def _read(self, values: dict[str, Any]) -> None:

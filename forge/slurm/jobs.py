@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from forge.core import hooks
 from forge.core.errors import UnfitError
@@ -19,6 +20,16 @@ ALLOCATION_RULES = ("stage_run", "preflight_run", TRAIN_RULE)
 # Those that take one task.
 NODE_RULES = ("tokenize", "validate_run", "export_run")
 FORMAT = "%i|%T|%r|%N|%B|%V|%S|%k|%Z"  # man squeue
+
+
+def no_steps(_: Any) -> Path | None:
+    """No file, as for a workflow of others: all jobs of it need Snakemake."""
+    return None
+
+
+# From a job that Snakemake submits to the file of its commands. Forge's workflow sets it, to
+# forge.flow.batch_steps.write_steps; the executor is that of workflows of others, too.
+write_steps: Callable[[Any], Path | None] = no_steps
 
 
 def is_allocation(rules: Iterable[str]) -> bool:

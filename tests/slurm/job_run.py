@@ -196,15 +196,16 @@ class Progress:
         return "\n".join(f"== {log.name}\n{log.read_text()[-600:]}" for log in logs)
 
 
-def snakemakes_of(job: str) -> list[psutil.Process]:
-    """The Snakemake that runs the rules of this job."""
+def batch_steps_of(job: str) -> list[psutil.Process]:
+    """The process that runs the commands of this job, one in each of its starts."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess):
-            is_one = process.cmdline()[1:3] == ["-m", "snakemake"]
+            is_one = "forge.batch_step" in process.cmdline()
             if is_one and process.environ().get("SLURM_JOB_ID") == job:
                 found.append(process)
-    return found
+    forks = {process.pid for process in found}
+    return [process for process in found if process.ppid() not in forks]
 
 
 def preempt(cluster: Cluster, run: Progress, step: int) -> float:

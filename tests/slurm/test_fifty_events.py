@@ -28,7 +28,7 @@ from forge.checkpoint import resume
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import ClusterError, wait_until
 
-from .job_run import TINY_CONFIG, Progress, Uninterrupted, lose, paced, snakemakes_of
+from .job_run import TINY_CONFIG, Progress, Uninterrupted, lose, paced
 from .project import Project
 from .test_submit import Submitted
 
@@ -191,13 +191,12 @@ def warn(struck: Struck) -> None:
 
 
 def kill_snakemake_of_controller(struck: Struck) -> None:
-    """kill -9; that of the training job works in the same folder, and is another one."""
-    of_job = {process.pid for process in snakemakes_of(struck.job)}
+    """kill -9; the training job has none."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             is_one = process.cmdline()[1:3] == ["-m", "snakemake"]
             here = is_one and process.cwd() == str(struck.own.project.folder)
-            if here and process.pid not in of_job:
+            if here:
                 process.kill()
                 return
     raise ClusterError("no Snakemake of the controller")

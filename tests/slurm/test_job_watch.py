@@ -15,7 +15,7 @@ from forge.slurm import job_watch
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import PAUSES, Uninterrupted, paused, snakemakes_of
+from .job_run import PAUSES, Uninterrupted, batch_steps_of, paused
 from .project import Project
 
 NewProject = Callable[..., Project]
@@ -114,7 +114,7 @@ def test_job_that_has_trained_when_its_time_is_up_is_no_failure(
     command = project.start(env=paused())
     job = project.wait_for_job()
     project.run().wait_for_pause()
-    [in_job] = snakemakes_of(job)
+    [in_job] = batch_steps_of(job)
     in_job.suspend()  # Slurm continues it when it tells it to end
     project.run().end_pause()
     wait_until(project.run().paths.trained.is_file, 90, "the completion record", project.said)

@@ -12,7 +12,7 @@ import pytest
 from tools.slurm_cluster.cluster import Cluster
 from tools.slurm_cluster.machines import wait_until
 
-from .job_run import Uninterrupted, paused, snakemakes_of
+from .job_run import Uninterrupted, batch_steps_of, paused
 from .project import Project
 
 NewProject = Callable[..., Project]
@@ -28,7 +28,7 @@ def test_start_of_a_job_that_slurm_took_for_dead_ends_when_a_later_one_has_the_r
     job = project.wait_for_job()
     run = project.run()
     wait_until(run.paths.stage.is_file, 60, "the record of stage", project.said, every=0.05)
-    [early] = snakemakes_of(job)
+    [early] = batch_steps_of(job)
     early.suspend()
     node = cluster.job(job)["NodeList"]
     cluster.run("pkill", "-STOP", "-x", "slurmd", machine=node, cwd="/")

@@ -26,7 +26,7 @@ PACKAGES = (
 )
 
 # These start every part of Forge.
-START = {"cli", "worker"}
+START = {"batch_step", "cli", "worker"}
 
 # Those of an architecture and of an optimizer are here by their packages.
 TENSORS = {

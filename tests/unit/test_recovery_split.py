@@ -70,7 +70,7 @@ def test_requeue_is_split_into_the_save_slurms_delay_and_the_rules_of_the_job() 
                 "detection": 1.0,
                 "end of ranks": 1.0,
                 "slurm": 17.0,
-                "snakemake": 3.0,
+                "batch step": 3.0,
                 "stage": 1.0,
             },
             **{"preflight": 3.0, "launch": 0.5, "processes": 1.0, "load": 2.5},

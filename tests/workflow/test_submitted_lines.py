@@ -1,12 +1,16 @@
 """What profiles for GPUs give to sbatch, compared word for word: it takes no GPU to see it."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.user_snakefile import DEPLOYED
+
+from forge.flow.batch_steps import BatchSteps
 
 # Writes down how it was called, and refuses: nothing comes after it.
 SBATCH = """#!/bin/sh
@@ -128,12 +132,66 @@ def test_slurm_cpu_asks_for_tasks(submitted):
     ]
 
 
-@pytest.mark.parametrize("target", [(), ("train", "--forcerun", "tokenize", "--until", "tokenize")])
-def test_jobs_of_forge_start_snakemake_once(submitted, shared_project, target):
+CHANGED = """
+use rule preflight_run from forge with:
+    benchmark:
+        "results/{run}/preflight.tsv"
+"""
+
+
+@pytest.fixture
+def user_snakefile(shared_project):
+    """user_snakefile(text): options of Snakemake for this Snakefile of the user."""
+
+    def written(text):
+        (shared_project.root / "user.smk").write_text(text)
+        return "--snakefile", "user.smk", "--directory", "."
+
+    return written
+
+
+@pytest.mark.parametrize("is_module", [False, True], ids=["clone", "module"])
+def test_job_of_a_run_starts_no_snakemake(submitted, shared_project, user_snakefile, is_module):
+    submitted("slurm-cpu", "train", *(user_snakefile(DEPLOYED) if is_module else ()))
+    wrap = submitted.wrap
+    assert "export FORGE_RULES_IN_BATCH_STEP=1 &&" in wrap
+    assert "-m snakemake" not in wrap
+    [file] = re.findall(r" -P -m forge\.batch_step (\S+json)", wrap)
+    plan = BatchSteps.read(Path(file))
+    assert plan.folder == str(shared_project.root)
+    assert [step.name for step in plan.steps] == [
+        f"{rule} base" for rule in ("stage_run", "preflight_run", "train_run")
+    ]
+    stage, preflight, train = plan.steps
+    assert stage.arguments[:2] == ["stage", "results/base/config.json"]
+    assert "--nodes=2" in train.arguments and "--ranks-per-node=2" in train.arguments
+    assert {*stage.outputs, *preflight.outputs} < {*train.inputs}
+    assert train.outputs == ["results/base/trained.json"]
+    assert train.logs == ["results/base/logs/train.log"]
+
+
+def test_job_of_a_run_whose_rule_the_user_has_changed_starts_snakemake_once(
+    submitted, user_snakefile
+):
+    submitted("slurm-cpu", "train", *user_snakefile(DEPLOYED + CHANGED))
+    assert submitted.wrap.count("-m snakemake ") == 1
+
+
+# A part of an allocation; software of Snakemake; temporary files elsewhere; another job.
+@pytest.mark.parametrize(
+    "target",
+    [
+        ("train", "--until", "preflight_run"),
+        ("train", "--sdm", "env-modules"),
+        ("train", "--default-resources", "tmpdir='/var/tmp'"),
+        ("train", "--forcerun", "tokenize", "--until", "tokenize"),
+    ],
+)
+def test_other_jobs_of_forge_start_snakemake_once(submitted, shared_project, target):
     """Not again in a job step of Snakemake, which takes seconds of each start."""
     submitted("slurm-cpu", *target)
     wrap = submitted.wrap
-    if target:
+    if "tokenize" in target:
         code, output = shared_project.snakemake("--until", "tokenize")  # whose output is gone
         assert code == 0, output
     assert "export FORGE_RULES_IN_BATCH_STEP=1 &&" in wrap
