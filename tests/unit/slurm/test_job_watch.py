@@ -29,6 +29,7 @@ SILENT = "echo 'squeue: error: Unable to contact slurm controller (connect failu
 OVERRIDDEN = {
     *("run_job", "cancel_jobs", "check_active_jobs", "sleep"),
     *("_report_job_error_threadsafe", "get_job_exec_prefix", "format_job_exec"),
+    "report_job_submission",
 }
 
 
@@ -37,9 +38,9 @@ def test_plugin_is_the_one_that_the_watch_was_tested_with():
     assert found == job_watch.PLUGIN_VERSION, (
         f"the plugin is {found}, Forge's executor was tested with {job_watch.PLUGIN_VERSION}. Read in the"
         " plugin what snakemake_executor_plugin_forge overrides (check_active_jobs, sleep, run_job,"
-        " cancel_jobs, _report_job_error_threadsafe, get_job_exec_prefix, format_job_exec) and what"
-        " is read of it (run_uuid, wait, array_jobs, aux['slurm_logfile']), run"
-        " tests/slurm/test_job_watch.py and test_workflow.py, then change"
+        " cancel_jobs, _report_job_error_threadsafe, get_job_exec_prefix, format_job_exec,"
+        " report_job_submission) and what is read of it (run_uuid, wait, array_jobs,"
+        " aux['slurm_logfile']), run tests/slurm/test_job_watch.py and test_workflow.py, then change"
         " PLUGIN_VERSION and pyproject.toml."
     )
 
