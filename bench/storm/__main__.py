@@ -59,7 +59,15 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="once or more: " + " · ".join(f"{k}: {c.what}" for k, c in CONTENDERS.items()),
     )
-    made.add_argument("--seeds", type=_count, default=3, help="storms of each contender (3)")
+    seeds = made.add_mutually_exclusive_group()
+    seeds.add_argument("--seeds", type=_count, default=3, help="storms of each contender (3)")
+    seeds.add_argument(
+        "--seed",
+        type=_count,
+        action="append",
+        metavar="N",
+        help="storms of this seed; once or more",
+    )
     made.add_argument("--minutes", type=_positive, default=20.0, help="length of a storm (20)")
     made.add_argument("--mean-sec", type=_positive, default=120.0, help="between events (120)")
     made.add_argument(
@@ -121,8 +129,8 @@ def run(options: argparse.Namespace) -> None:
         raise DataError(f"--results {results} is a file", fix="name a folder, which may be new")
     names = list(dict.fromkeys(options.contender or CONTENDERS))
     print(f"assumed shares of events: {trace.shares_text()}", flush=True)
-    for seed in range(1, options.seeds + 1):
-        for name in names:
+    for seed in options.seed or range(1, options.seeds + 1):
+        for name in rotated(names, seed):
             if reason := CONTENDERS[name].why_not():
                 print(f"{name} does not run here: {reason}", flush=True)
                 continue
@@ -139,6 +147,12 @@ def run(options: argparse.Namespace) -> None:
             print(f"\n{name}, {events.source}: {len(events.events)} events", flush=True)
             one_storm(CONTENDERS[name], layout, events, options.minutes, seed).write(path)
     print(f"\n{table.tables(raw.read_all(results))}", end="")
+
+
+def rotated(names: list[str], seed: int) -> list[str]:
+    """The contenders in another order for each seed: none is always the first on a machine that idled."""
+    first = (seed - 1) % len(names)
+    return names[first:] + names[:first]
 
 
 def refuse_other(path: Path, events: trace.Trace, minutes: float, nodes: int) -> None:

@@ -21,6 +21,7 @@ PICTURES = {
     PAGE.with_suffix(".svg"): (picture, "Useful training over wall time, by contender"),
     PAGE.with_name("storm-forecast.svg"): (forecast, "ETTR by the mean time between events"),
 }
+PICTURE_AGAIN = PAGE.with_name("storm-again.svg")
 BEGIN, END = "<!-- measured -->\n", "<!-- /measured -->\n"
 # Subfolders of the raw files, whose storms have a table of their own, and what differs there.
 BESIDE = {
@@ -28,9 +29,52 @@ BESIDE = {
     "alone": "nothing else on the machine",
     "core-each": "two nodes, so a core for each rank, and nothing else on the machine",
 }
+# Subfolder of the later storms of a few contenders, all of a seed in one sitting.
+AGAIN = "again"
 FORECAST_SEC = 300.0  # between two events, for which the model is asked
 NONE = "–"
 FORGE = "forge"  # whose ETTR is compared with that of the others
+
+
+def pictures(folder: Path) -> dict[Path, str]:
+    """The pictures of the page, as SVG, by file."""
+    raws, later = raw.read_all(folder), raw.read_all(folder / AGAIN)
+    drawn = {path: draw(raws) for path, (draw, _) in PICTURES.items()} if raws else {}
+    return drawn | ({PICTURE_AGAIN: picture(later)} if later else {})
+
+
+def again(raws: Sequence[Raw]) -> str:
+    """The storms that were measured again, as Markdown: each seed, and Forge's paired difference."""
+    of = _by_contender(raws)
+    parts = [_conditions(raws), _by_seed(of), _goodput(of), _wrong(of), _by_kind(of)]
+    return "\n".join("\n".join(part) + "\n" for part in parts)
+
+
+def _by_seed(of: Mapping[str, Sequence[Raw]]) -> Iterator[str]:
+    """ETTR of each storm, and by how much Forge trains more in the same storms."""
+    seeds = sorted({one.seed for own in of.values() for one in own})
+    rows = []
+    for own in of.values():
+        by_seed = {one.seed: f"{score.ettr(score.cycles(one)):.3f}" for one in own}
+        cells = [by_seed.get(seed, NONE) for seed in seeds]
+        rows.append([own[0].contender, *cells, _paired(of.get(FORGE, ()), own)])
+    seed_heads = [f"seed {seed}" for seed in seeds]
+    yield from _rows(["ETTR", *seed_heads, "forge − this one, 95 %"], rows)
+
+
+def _paired(forge: Sequence[Raw], own: Sequence[Raw]) -> str:
+    found = score.paired(forge, own)
+    if own[0].contender == FORGE or found is None:
+        return NONE
+    middle, low, high = found
+    return f"{middle:+.3f} ({low:+.3f} to {high:+.3f}): {_verdict(low, high)}"
+
+
+def _verdict(low: float, high: float) -> str:
+    """Only an interval on one side of 0 says who is ahead."""
+    if low > 0:
+        return "ahead"
+    return "behind" if high < 0 else "equal"
 
 
 def page(folder: Path) -> str:
@@ -39,6 +83,10 @@ def page(folder: Path) -> str:
     if not raws:
         return tables(raws)
     parts = [f"![{title}]({path.name})\n" for path, (_, title) in PICTURES.items()]
+    if later := raw.read_all(folder / AGAIN):
+        title = "Useful training over wall time, measured again"
+        head = ["### Four ways, measured again\n", f"![{title}]({PICTURE_AGAIN.name})\n"]
+        parts = [*head, again(later), "### All ways, before\n", *parts]
     beside = {title: raw.read_all(folder / name) for name, title in BESIDE.items()}
     parts += [tables(raws), "\n".join(_beside(beside)) + "\n"]
     return "\n".join(parts)
@@ -234,13 +282,12 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=raw.FOLDER, help="folder of raw files")
     parser.add_argument("--write", action="store_true", help="renew docs/measured/storm.md")
     options = parser.parse_args()
-    raws = raw.read_all(options.results)
     if options.write:
         PAGE.write_text(renewed(PAGE.read_text(), page(options.results)))
-        for path, (drawn, _) in PICTURES.items() if raws else ():
-            path.write_text(drawn(raws))
+        for path, drawn in pictures(options.results).items():
+            path.write_text(drawn)
     else:
-        print(tables(raws), end="")
+        print(tables(raw.read_all(options.results)), end="")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from unittest.mock import Mock
 from xml.etree import ElementTree
 
 import pytest
+from scipy import stats
 
 from bench import faults
 from bench.storm import __main__ as storm
@@ -418,11 +419,47 @@ def test_ratio_to_forge_is_of_the_storms_that_both_have() -> None:
 
 def test_page_has_the_tables_of_the_raw_files_beside_it() -> None:
     """To renew them: python -m bench.storm.table --write"""
-    text, raws = table.PAGE.read_text(), raw.read_all(raw.FOLDER)
+    text = table.PAGE.read_text()
     assert table.renewed(text, table.page(raw.FOLDER)) == text
-    assert {path.name for path in raw.FOLDER.iterdir() if path.is_dir()} == table.BESIDE.keys()
-    for path, (drawn, _) in table.PICTURES.items() if raws else ():
-        assert path.read_text() == drawn(raws)
+    folders = {path.name for path in raw.FOLDER.iterdir() if path.is_dir()}
+    assert folders - {table.AGAIN} == table.BESIDE.keys()
+    for path, drawn in table.pictures(raw.FOLDER).items():
+        assert path.read_text() == drawn
+
+
+def test_storms_measured_again_are_of_one_trace_and_one_machine_for_all_ways_of_a_seed() -> None:
+    raws = raw.read_all(raw.FOLDER / table.AGAIN)
+    for seed in {one.seed for one in raws}:
+        own = [one for one in raws if one.seed == seed]
+        assert {one.contender for one in own} == {"forge", "naive-requeue", "nvrx", "trap"}
+        assert {one.cores for one in own} == {own[0].cores}
+        assert all(one.trace == trace.drawn(seed, 20, 120) for one in own)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "verdict"),
+    [((40, 42, 38), "ahead"), ((60, 99, 20), "equal"), ((90, 91, 93), "behind")],
+)
+def test_way_is_ahead_only_where_the_paired_difference_is_above_0_at_95_percent(
+    theirs: tuple[int, ...], verdict: str
+) -> None:
+    values = {"strikes": [struck(30)]}
+    ours = [storm_of(steps(0, 0, 62), contender="forge", seed=n, **values) for n in (1, 2, 3)]
+    others = [
+        storm_of(steps(0, 0, count), contender="other", seed=n, **values)
+        for n, count in enumerate(theirs, 1)
+    ]
+    found = score.paired(ours, others)
+    assert found is not None
+    apart = [
+        score.ettr(score.cycles(a)) - score.ettr(score.cycles(b))
+        for a, b in zip(ours, others, strict=True)
+    ]
+    test = stats.ttest_1samp(apart, 0).confidence_interval(0.95)
+    assert found == pytest.approx((statistics.mean(apart), *test))
+    line = next(x for x in table.again([*ours, *others]).splitlines() if x.startswith("| other | "))
+    assert line.endswith(f": {verdict} |")
+    assert score.paired(ours[:1], others) is None
 
 
 def test_page_has_the_figures_of_the_storm_that_forge_had_the_machine_to_itself_in() -> None:
