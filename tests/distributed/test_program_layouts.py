@@ -81,6 +81,7 @@ def test_kempnerforge_saves_when_it_is_stopped_and_resumes_there(lab_run):
     assert starts(run) == [0, step]
 
 
+@pytest.mark.weekly
 def test_torchtitan_is_killed_when_it_is_stopped_and_resumes_from_its_last_sealed_checkpoint(
     lab_run,
 ):

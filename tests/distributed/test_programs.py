@@ -238,6 +238,7 @@ def test_kill_in_the_middle_of_a_save_leaves_nothing_that_is_resumed_from(progra
     assert "never sealed: the program ended before its save" in outcome.text
 
 
+@pytest.mark.weekly
 def test_rank_that_saves_20_s_later_than_the_others_is_waited_for(program):
     run = program("--slow-save", 20, "--save-every", 10, checkpoints={"settle_sec": 1})
     assert run.forge("train", *TWO_RANKS).code == 0

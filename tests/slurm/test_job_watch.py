@@ -105,6 +105,7 @@ def test_daemons_that_are_away_are_waited_for_in_the_queue_in_training_and_at_it
     uninterrupted.equals(project.run())
 
 
+@pytest.mark.weekly
 def test_job_that_has_trained_when_its_time_is_up_is_no_failure(
     new_project: NewProject, cluster: Cluster
 ) -> None:

@@ -154,6 +154,7 @@ def test_without_a_spare_all_unfit_nodes_are_named_and_of_a_pair_that_cannot_tal
     assert not found.paths.preflight_pass.exists()
 
 
+@pytest.mark.weekly
 def test_trouble_that_only_ranks_meet_is_found_by_trying_halves(
     nodes: Callable[[int], list[str]], preflight: Preflight, cluster: Cluster
 ) -> None:

@@ -18,6 +18,7 @@ from .project import Project
 NewProject = Callable[..., Project]
 
 
+@pytest.mark.weekly
 def test_start_of_a_job_that_slurm_took_for_dead_ends_when_a_later_one_has_the_run(
     new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:

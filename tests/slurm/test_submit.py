@@ -281,6 +281,7 @@ def test_struck_controller_watches_the_running_job_again(
     uninterrupted.equals(project.run())
 
 
+@pytest.mark.weekly
 def test_cancelled_controller_leaves_training_and_stop_ends_it_with_a_checkpoint(
     new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:

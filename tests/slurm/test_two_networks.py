@@ -111,6 +111,7 @@ def test_lab_passes_preflight_trains_and_is_validated_at_an_exported_address(
     assert read_json(run.paths.validation)["step"] == STEPS
 
 
+@pytest.mark.weekly
 def test_torchrun_takes_the_address_of_the_machine_file(
     cluster: Cluster, shared_folder: Path, run_lab: Callable[..., tuple[Progress, str]]
 ) -> None:

@@ -84,6 +84,7 @@ def test_module_beside_rules_of_the_user_trains_by_the_profile(
     assert {"plot", "all"} <= set(re.findall(r"^\S+ (\w+)\b.*: done", project.output(), re.M))
 
 
+@pytest.mark.weekly
 def test_validations_of_an_array_are_each_of_its_own_run(new_project: NewProject) -> None:
     project = new_project()
     (project.folder / "config/runs.tsv").write_text("run\tnodes\none\t1\ntwo\t1\n")
@@ -105,6 +106,7 @@ def test_cluster_that_slurm_does_not_know_is_refused_by_name_before_anything_is_
     assert project.submitted() == []
 
 
+@pytest.mark.weekly
 def test_job_preempted_before_it_trains_is_waited_for(
     new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:
@@ -148,6 +150,7 @@ def test_kempner_profile_runs_with_only_partition_gpus_and_backend_changed(
     assert sorted(path.stem for path in written) == sorted(launch["nodes"])
 
 
+@pytest.mark.weekly
 def test_one_rank_on_one_node_is_no_special_case_for_a_profile_that_stages(
     new_project: NewProject, uninterrupted: Uninterrupted
 ) -> None:

@@ -85,6 +85,7 @@ def certificate():
     return read_json(Path("model.certificate.json"))["predicate"]
 
 
+@pytest.mark.weekly
 def test_program_that_is_trusted_trains_intervals_again_up_to_their_ends(exported):
     run, _ = exported
     done = reproduced(run, "--intervals=4")
@@ -148,6 +149,7 @@ def test_program_that_saves_other_files_is_no_proof_of_anything(exported):
     assert "whose tensors are not read: part-1.json" in one["why"][0]
 
 
+@pytest.mark.weekly
 def test_step_at_which_a_program_was_stopped_ends_no_interval(program, tmp_path, monkeypatch):
     """One rank: of several, each stops where the signal finds it, at different steps."""
     monkeypatch.chdir(tmp_path)
@@ -204,6 +206,7 @@ def test_program_whose_input_files_are_others_is_not_run(program, tmp_path, monk
     assert not Path("model.certificate.json").exists()
 
 
+@pytest.mark.weekly
 def test_step_that_another_command_has_saved_is_unchecked(exported):
     """Its seal says another command, as where the config was changed between two launches."""
     run, _ = exported
