@@ -51,15 +51,16 @@ def respond(line: str) -> dict[str, Any]:
         return response | {"error": f"{type(err).__name__}: {err}", "cause": "", "fix": ""}
 
 
-# Slurm sends these to all steps of a job, before its time limit or a preemption. They are for the ranks,
-# whose files this process has yet to send.
+# Slurm sends these to all processes of all steps of a job, before its time limit or a preemption. They
+# are for the ranks, whose files this process has yet to send. Programs that it starts ignore them, too: a
+# check that a signal has killed would blame the node.
 FOR_RANKS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main() -> None:
     """Respond to calls until the input ends: then the program that sent them has ended."""
     for number in FOR_RANKS:
-        signal.signal(number, lambda *_: None)  # programs that it starts do not inherit this
+        signal.signal(number, signal.SIG_IGN)
     responses = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # output of libraries is not a response
     for line in sys.stdin:

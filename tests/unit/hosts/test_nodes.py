@@ -19,6 +19,7 @@ from forge.core.process import hostname
 from forge.hosts import nodes
 from forge.hosts.nodes import NodeFailure, NodePool, hello
 from forge.hosts.placement import Placement
+from forge.preflight import packages
 from forge.slurm import slurm
 from forge.staging import on_node
 
@@ -327,3 +328,20 @@ def test_agent_survives_the_signals_that_slurm_sends_to_all_steps_of_a_job():
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(agent.pid, number)
         assert pool.ask(hello, timeout_sec=30) == {agent.host: agent}
+
+
+def test_import_on_a_node_survives_these_signals_so_that_a_preemption_blames_no_node(
+    tmp_path, monkeypatch
+):
+    struck = tmp_path / "torch"
+    struck.mkdir()
+    (struck / "distributed.py").write_text(
+        "import os, signal\n"
+        "for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):\n"
+        "    os.kill(os.getpid(), number)\n"
+    )
+    (struck / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with NodePool(Placement.here()) as pool:
+        [check] = pool.ask(packages.import_torch, timeout_sec=30).values()
+    assert check.status == "ok" and check.message.startswith("imported in")
