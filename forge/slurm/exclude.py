@@ -58,7 +58,7 @@ def read(path: Path) -> list[str]:
 
 def add(path: Path, reasons: Mapping[str, str], job: slurm.Job) -> None:
     """Exclude nodes, with their reasons, from the run's next jobs. None where the job has ended or was
-    requeued or suspended meanwhile: then no node starts a process for it, which says nothing about them.
+    requeued, suspended or preempted meanwhile: what then fails on a node says nothing about it.
 
     So many at most that the partition of this job keeps enough nodes for it: with more, the next one
     would be pending for good. Of those that are too many, the nodes found first are tried again.

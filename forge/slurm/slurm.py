@@ -199,6 +199,8 @@ def no_evidence(job: Job) -> str:
         return f"job {job.id} is over, and starts processes nowhere"
     if now and now.suspended != job.suspended:
         return f"job {job.id} was suspended meanwhile"
+    if now and now.is_preempted and not job.is_preempted:
+        return f"job {job.id} is being preempted, and Slurm signals its processes"
     return ""
 
 

@@ -70,11 +70,24 @@ def test_entries_expire_after_a_day_and_those_of_a_person_do_not(path):
     assert path.read_text().splitlines()[1:3] == ["n3", "n4   # loud fan"]
 
 
-def test_no_node_is_excluded_for_what_a_suspended_job_did_not_see(path, now, capsys):
-    now(replace(JOB, suspended="2026-11-27T15:30:00"))
+@pytest.mark.parametrize(
+    ("changed", "what"),
+    [
+        ({"suspended": "2026-11-27T15:30:00"}, "was suspended meanwhile"),
+        ({"is_preempted": True}, "is being preempted, and Slurm signals its processes"),
+    ],
+)
+def test_no_node_is_excluded_for_what_a_suspended_or_preempted_job_saw(
+    path, now, capsys, changed, what
+):
+    now(replace(JOB, **changed))
     exclude.add(path, {"n2": "does not start a process"}, JOB)
     assert not path.exists()
-    assert "n2: not excluded, since job 7 was suspended meanwhile" in capsys.readouterr().err
+    assert f"n2: not excluded, since job 7 {what}" in capsys.readouterr().err
+    preempted = replace(JOB, is_preempted=True)  # in an earlier start
+    now(preempted)
+    exclude.add(path, {"n2": "does not start a process"}, preempted)
+    assert exclude.read(path) == ["n2"]
 
 
 def test_partition_keeps_enough_nodes_for_the_job(path, partition, capsys):
