@@ -258,8 +258,8 @@ class Flow:
 
     def _check_plan(self, submits: bool) -> str:
         """A line with what the runs cost that will be trained; "" without any. submits: whether rules
-        become Slurm jobs. Raises ForgeError for a profile and a plan that cannot work, or cost too much.
-        """
+        become Slurm jobs. Raises ForgeError for a profile and a plan that cannot work, cost too much, or
+        that a plugin refuses."""
         settings, limits = self._snakemake.resource_settings, self._snakemake.global_resources
         option, most = ("jobs", settings.nodes) if submits else ("cores", settings.cores)
         if most == 0:
@@ -268,6 +268,7 @@ class Flow:
             )
         self.allocation.check_profile(settings, limits, submits=submits)
         self.allocation.check_runs(self.due, self.failed)
+        hooks.check_plan(self.runs, workflow_command.rules_due(self.due))
         return resources.check_cost(self.runs, self.allocation, self.due) if submits else ""
 
     def _end_dry_run(self) -> None:
@@ -286,12 +287,9 @@ class Flow:
         """Check the plan of a dry run with an executor for Slurm as a start does, and write down the runs
         as they are now (`workflow_command.keep_for_jobs`); the requests to Slurm. Raises ForgeError."""
         with snakemake_private.with_executor(self._snakemake, self.executor):
-            return self._check_jobs(say, submits=True)
+            return self._check_jobs(say)
 
-    def _check_jobs(self, tell: Callable[[str], None], *, submits: bool) -> list[Request]:
-        hooks.check_plan(self.runs, workflow_command.rules_due(self.due))
-        if not submits:
-            return []
+    def _check_jobs(self, tell: Callable[[str], None]) -> list[Request]:
         folders = [self.results, self.data]
         requests = resources.check_submission(self._snakemake.dag, self.due, folders, tell)
         workflow_command.keep_for_jobs(self.runs, self._layouts)
@@ -341,7 +339,8 @@ class Flow:
         profile.refuse_plugin()
         refuse_left_over()  # jobs inherit the environment
         cost = self._check_plan(submits)
-        self._check_jobs(logger.warning, submits=submits)
+        if submits:
+            self._check_jobs(logger.warning)
         slurm = self.allocation.machine.slurm
         workflow_command.take_over(self.runs, slurm, logger.info, submits=submits)
         rule_inputs.write_configs(self.runs, self.due)
