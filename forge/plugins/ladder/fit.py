@@ -62,17 +62,28 @@ def fit(points: Sequence[Point], floor: float | None = None) -> Curve:
     return ladder.curve(ladder.best())
 
 
+class Withheld(NamedTuple):
+    """Runs of the largest size at one length, by their mean, and the interval in which the smaller sizes
+    alone forecast one of these."""
+
+    parameters: int
+    tokens: int
+    bpb: float
+    low: float
+    high: float
+
+
 def forecast(
     points: Sequence[Point],
-    parameters: int,
-    tokens: int,
+    targets: Sequence[tuple[int, int]],
     *,
     floor: float | None = None,
     level: float = 0.9,
     draws: int = 1000,
     seed: int = 0,
-) -> tuple[Curve, Prediction]:
-    """Curve through the points, and the interval that holds one new run with probability `level`.
+) -> tuple[Curve, list[Prediction]]:
+    """Curve through the points, and for each target (parameters, tokens) the interval that holds one new
+    run with probability `level`.
 
     Bootstrap by cluster (Cameron, Gelbach & Miller 2008, doi:10.1162/rest.90.3.414): trunks are drawn
     with replacement, all points of a trunk together. To each draw's value every residual is added, with
@@ -93,12 +104,34 @@ def forecast(
     picked = np.random.default_rng(seed).integers(len(names), size=(draws, len(names)))
     times = (picked[:, :, None] == np.arange(len(names))).sum(1)  # that a draw has each trunk
     drawn, _ = ladder.solve(np.tile(best, (draws, 1)), times[:, trunk])
-    values = np.log([ladder.curve(logs).at(parameters, tokens) for logs in drawn])
+    curves = [ladder.curve(logs) for logs in drawn]
     noise = ladder.residuals(best[None])[0] * np.sqrt(len(names) / (len(names) - len(best)))
-    outcomes = np.add.outer(values, np.concatenate([noise, -noise]))
-    low, high = np.exp(np.quantile(outcomes, ((1 - level) / 2, (1 + level) / 2)))
-    curve = ladder.curve(best)
-    return curve, Prediction(curve.at(parameters, tokens), float(low), float(high))
+    curve, told = ladder.curve(best), []
+    for target in targets:
+        values = np.log([one.at(*target) for one in curves])
+        outcomes = np.add.outer(values, np.concatenate([noise, -noise]))
+        low, high = np.exp(np.quantile(outcomes, ((1 - level) / 2, (1 + level) / 2)))
+        told.append(Prediction(curve.at(*target), float(low), float(high)))
+    return curve, told
+
+
+def withheld(points: Sequence[Point], floor: float | None, **options: Any) -> list[Withheld]:
+    """The largest size as the smaller ones forecast it, at each of its lengths: a curve that does not
+    follow the sizes of a ladder does not lead beyond them. [] where the smaller ones are too few for an
+    interval. options: of `forecast`."""
+    largest = max(point.parameters for point in points)
+    smaller = [point for point in points if point.parameters < largest]
+    if len({point.trunk for point in smaller}) <= (5 if floor is None else 4):
+        return []
+    own: dict[int, list[float]] = {}
+    for point in points:
+        if point.parameters == largest:
+            own.setdefault(point.tokens, []).append(point.bpb)
+    _, told = forecast(smaller, [(largest, tokens) for tokens in own], floor=floor, **options)
+    return [
+        Withheld(largest, tokens, float(np.mean(losses)), one.low, one.high)
+        for (tokens, losses), one in zip(own.items(), told, strict=True)
+    ]
 
 
 class _Ladder:

@@ -20,6 +20,7 @@ from forge.plugins.ladder.records import (
     LadderPlace,
     LadderRows,
     RungPoint,
+    WithheldSize,
     read_forecasts,
 )
 from forge.plugins.ladder.settings import MIN_BUDGETS, MIN_SIZES, MIN_TRUNKS
@@ -89,6 +90,8 @@ def write_forecasts(rows: LadderRows) -> None:
     fit = _fit(rows, points, left_out)
     for run in rows.forecasts:
         _append(rows, run, fit)
+    for doubt in fit.doubts:
+        say(f"doubtful: {doubt}")
     fit.write(Path(rows.results) / "ladder.json")
     write_page(Path(rows.results) / "ladder.html", fit)
     say(f"ladder: {rows.results}/ladder.html")
@@ -150,29 +153,25 @@ def _measured(paths: RunPaths) -> list[Any]:
 
 
 def _fit(rows: LadderRows, points: list[RungPoint], left_out: list[str]) -> LadderFit:
-    from forge.plugins.ladder.fit import Point, forecast
+    from forge.plugins.ladder.fit import Point, forecast, withheld
 
     fitted = [Point(p.trunk, p.parameters, p.tokens, p.bpb) for p in points]
-    found = {
-        run: forecast(
-            *(fitted, place.parameters, place.tokens),
-            floor=rows.floors[0],
-            level=LEVEL,
-            draws=DRAWS,
-            seed=SEED,
-        )
-        for run, place in rows.forecasts.items()
-    }
+    options: dict[str, Any] = {"level": LEVEL, "draws": DRAWS, "seed": SEED}
+    floor, targets = rows.floors[0], rows.forecasts.values()
+    curve, told = forecast(
+        fitted, [(place.parameters, place.tokens) for place in targets], floor=floor, **options
+    )
     return LadderFit(
         rows=rows,
         points=points,
         left_out=left_out,
         digest=digest_bytes(canonical([point.model_dump() for point in points])),
-        curve=next(iter(found.values()))[0]._asdict(),
-        level=LEVEL,
-        draws=DRAWS,
-        seed=SEED,
-        forecasts={run: told._asdict() for run, (_, told) in found.items()},
+        curve=curve._asdict(),
+        **options,
+        forecasts={run: one._asdict() for run, one in zip(rows.forecasts, told, strict=True)},
+        withheld=[
+            WithheldSize.model_validate(one._asdict()) for one in withheld(fitted, floor, **options)
+        ],
         versions={name: version(name) for name in ("forge", "numpy")},
     )
 

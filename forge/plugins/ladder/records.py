@@ -17,6 +17,8 @@ from forge.core.records import Record, RecordPart
 from forge.core.sample_sheet import shared_folders
 from forge.plugins.ladder.settings import Ladder, parameters_of, tokens_per_step
 
+WIDE = 0.05  # of an interval, as a part of the loss: about what a run of twice the size gains
+
 
 class LadderForecast(Event):
     """A loss was forecast, in bits per byte: the middle, and the ends of an interval that contains the
@@ -67,9 +69,21 @@ class RungPoint(RecordPart):
     checkpoint: str
 
 
+class WithheldSize(RecordPart):
+    """Runs of the largest size at one length, by their mean, and the interval in which the smaller sizes
+    alone forecast one of these."""
+
+    parameters: int
+    tokens: int
+    bpb: float
+    low: float
+    high: float
+
+
 class LadderFit(Record):
     """results/ladder.json. left_out: rungs that failed. digest: of the points. forecasts: run -> those by
-    this fit; the one that counts is in the run's log. versions: of what computed them."""
+    this fit; the one that counts is in the run's log. withheld: the largest size by the smaller ones; []
+    where these are too few. versions: of what computed them."""
 
     rows: LadderRows
     points: list[RungPoint]
@@ -80,7 +94,30 @@ class LadderFit(Record):
     draws: int
     seed: int
     forecasts: dict[str, dict[str, float]]
+    withheld: list[WithheldSize]
     versions: dict[str, str]
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why the forecasts of this fit may miss, or say little."""
+        found = [
+            f"{run}: an interval that is {width:.1%} wide says little; add seeds, or larger sizes"
+            for run, told in self.forecasts.items()
+            if (width := (told["high"] - told["low"]) / told["bpb"]) > WIDE
+        ]
+        missed = [one for one in self.withheld if not one.low <= one.bpb <= one.high]
+        if missed:
+            told = "; ".join(
+                f"{one.low:.4f} to {one.high:.4f} at {one.tokens:,} tokens, and {one.bpb:.4f} came"
+                for one in missed
+            )
+            side = "high" if missed[-1].bpb < missed[-1].low else "low"
+            found.append(
+                f"the smaller sizes do not forecast the largest, {missed[0].parameters:,} parameters:"
+                f" {told}. The curve does not follow these sizes, and forecasts are probably too {side};"
+                " add larger sizes, and leave out the smallest"
+            )
+        return found
 
 
 def rows_of(runs: Mapping[str, Config]) -> LadderRows:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from forge.core.errors import ConfigError, DataError
-from forge.plugins.ladder.fit import Curve, Point, Prediction, fit, forecast
+from forge.plugins.ladder.fit import Curve, Point, Prediction, Withheld, fit, forecast, withheld
 
 SEEDS, BUDGETS = 3, (0.5, 1, 2)
 
@@ -52,7 +52,8 @@ def planted(rng: np.random.Generator, sizes: int = 5, noise: float = 1.0) -> Pla
 
 
 def forecast_of(ladder: Planted, floor: float | None, draws: int = 40) -> Prediction:
-    return forecast(ladder.points, ladder.parameters, ladder.tokens, floor=floor, draws=draws)[1]
+    target = ladder.parameters, ladder.tokens
+    return forecast(ladder.points, [target], floor=floor, draws=draws)[1][0]
 
 
 @pytest.mark.parametrize("floor_known", [False, True])
@@ -114,12 +115,45 @@ def test_one_wrong_rung_hardly_moves_the_curve() -> None:
 
 def test_same_seed_gives_the_same_interval_and_a_higher_level_a_wider_one() -> None:
     ladder = planted(np.random.default_rng(1))
-    target = ladder.points, ladder.parameters, ladder.tokens
-    first, again = forecast(*target, draws=40), forecast(*target, draws=40)
+    targets = [(ladder.parameters, ladder.tokens), (ladder.parameters, 2 * ladder.tokens)]
+    first, again = (forecast(ladder.points, targets, draws=40) for _ in range(2))
     assert first == again
-    assert first[0] == fit(ladder.points)
-    wider = forecast(*target, draws=40, level=0.99)[1]
-    assert wider.low < first[1].low < first[1].bpb < first[1].high < wider.high
+    curve, [told, of_more] = first
+    assert curve == fit(ladder.points) and of_more.bpb < told.bpb
+    assert forecast(ladder.points, targets[:1], draws=40)[1] == [told]
+    [wider] = forecast(ladder.points, targets[:1], draws=40, level=0.99)[1]
+    assert wider.low < told.low < told.bpb < told.high < wider.high
+
+
+def missed(points: list[Point]) -> list[Withheld]:
+    found = withheld(points, None, draws=40)
+    assert [one.tokens for one in found] == sorted({p.tokens for p in points[-3 * SEEDS :]})
+    return [one for one in found if not one.low <= one.bpb <= one.high]
+
+
+def test_largest_size_is_rarely_outside_of_what_the_smaller_ones_forecast_on_a_curve_and_is_on_none() -> (
+    None
+):
+    rng = np.random.default_rng(1706)
+    ladders = [planted(rng) for _ in range(60)]
+    assert sum(bool(missed(ladder.points)) for ladder in ladders) <= 6
+    # Where the loss falls faster between larger sizes, as in both real ladders.
+    for ladder in ladders[:10]:
+        smallest = ladder.points[0].parameters
+        bent = [
+            p._replace(bpb=p.bpb * float(np.exp(-0.05 * np.log(p.parameters / smallest) ** 2)))
+            for p in ladder.points
+        ]
+        assert all(one.bpb < one.low for one in missed(bent)) and missed(bent)
+
+
+def test_smaller_sizes_with_too_few_trunks_forecast_nothing() -> None:
+    ladder = planted(np.random.default_rng(4), sizes=4)
+    points = [point for point in ladder.points if not point.trunk.endswith("-s2")]
+    assert withheld(points, None, draws=40)
+    sizes = sorted({point.parameters for point in points})
+    few = [p for p in points if p.parameters in sizes[1:] or p.trunk.endswith("-s0")]
+    assert withheld(few, None, draws=40) == [] != withheld(few, 0.1, draws=40)
 
 
 def test_too_few_trunks_for_an_interval_are_refused() -> None:
@@ -128,7 +162,7 @@ def test_too_few_trunks_for_an_interval_are_refused() -> None:
     with pytest.raises(
         DataError, match="5 trunks do not give an interval for a curve of 5 constants"
     ):
-        forecast(points, ladder.parameters, ladder.tokens)
+        forecast(points, [(ladder.parameters, ladder.tokens)])
 
 
 def test_floor_above_a_loss_is_refused() -> None:

@@ -60,6 +60,8 @@ def test_larger_run_is_trained_after_its_forecast_alone_and_the_page_has_the_out
     code, output = ladder.snakemake("train")
     assert code and f"run {LARGE} has ladder.role forecast, and no forecast of 109,200" in output
     assert "run the target ladder first" in output
+    code, output = ladder.snakemake("--dry-run", "train")
+    assert code == 0 and f"without -n this is refused: run {LARGE} has ladder.role" in output
     code, output = ladder.snakemake(f"results/{REAL[1]}/validated.json")
     assert code == 0, output
     plant(ladder, but=REAL)
