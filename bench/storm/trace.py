@@ -154,10 +154,10 @@ def _ends(path: Path) -> Iterator[tuple[float, str]]:
                 raise DataError(f"{path}: End is {cells[end]!r}, which is no time") from None
 
 
-def why(err: OSError | ValidationError) -> str:
+def why(err: Exception) -> str:
     """The first thing that is wrong with a file."""
-    if isinstance(err, OSError):
-        return err.strerror or str(err)
+    if not isinstance(err, ValidationError):
+        return getattr(err, "strerror", "") or str(err)
     first = err.errors(include_url=False)[0]
     where = ".".join(map(str, first["loc"]))
     return f"{where}: {first['msg']}" if where else first["msg"]

@@ -4,6 +4,7 @@ Slurm's queue taken for training; a table that is not of the raw files beside it
 from __future__ import annotations
 
 import json
+import lzma
 import statistics
 import sys
 from collections import Counter
@@ -385,8 +386,11 @@ def test_raw_file_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = raw.file_of(tmp_path, "one", 1)
     one.write(path)
     assert raw.read_all(tmp_path) == [one]
-    path.write_text(path.read_text()[:-20])
-    with pytest.raises(DataError, match="is no raw file of a storm"):
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"is no raw file of a storm: Compressed data ended before"):
+        raw.read_all(tmp_path)
+    path.write_bytes(lzma.compress(b"{}"))
+    with pytest.raises(DataError, match=r"is no raw file of a storm: contender: Field required"):
         raw.read_all(tmp_path)
 
 
