@@ -104,12 +104,11 @@ def forecast(
     picked = np.random.default_rng(seed).integers(len(names), size=(draws, len(names)))
     times = (picked[:, :, None] == np.arange(len(names))).sum(1)  # that a draw has each trunk
     drawn, _ = ladder.solve(np.tile(best, (draws, 1)), times[:, trunk])
-    curves = [ladder.curve(logs) for logs in drawn]
     noise = ladder.residuals(best[None])[0] * np.sqrt(len(names) / (len(names) - len(best)))
     curve, told = ladder.curve(best), []
     for target in targets:
-        values = np.log([one.at(*target) for one in curves])
-        outcomes = np.add.outer(values, np.concatenate([noise, -noise]))
+        values = ladder.terms(drawn, *(np.log([size]) for size in target)).sum(0)
+        outcomes = np.add.outer(np.log(values[:, 0]), np.concatenate([noise, -noise]))
         low, high = np.exp(np.quantile(outcomes, ((1 - level) / 2, (1 + level) / 2)))
         told.append(Prediction(curve.at(*target), float(low), float(high)))
     return curve, told
@@ -152,7 +151,7 @@ class _Ladder:
             )
         self.floor = floor
         self.mean_n, self.mean_d = np.log(sizes).mean(), np.log(tokens).mean()
-        self.n, self.d = np.log(sizes) - self.mean_n, np.log(tokens) - self.mean_d
+        self.n, self.d = np.log(sizes), np.log(tokens)
 
     def curve(self, logs: Any) -> Curve:
         """Curve of the logarithms of one curve."""
@@ -160,21 +159,24 @@ class _Ladder:
         a, b = size * np.exp(alpha * self.mean_n), data * np.exp(beta * self.mean_d)
         return Curve(float(a), alpha, float(b), beta, rest[0] if rest else float(self.floor or 0))
 
-    def _terms(self, logs: Any) -> Any:
-        """The three terms of each curve at each point, in bits per byte: shape [3, curves, points]."""
+    def terms(self, logs: Any, n: Any, d: Any) -> Any:
+        """The three terms of each curve at logarithms of N and D, in bits per byte: shape [3, curves,
+        points]."""
         size, alpha, data, beta, *rest = np.exp(logs.T)[:, :, None]
-        left = np.zeros_like(size * self.n) + (rest[0] if rest else self.floor)
-        return np.stack([size * np.exp(-alpha * self.n), data * np.exp(-beta * self.d), left])
+        n, d = n - self.mean_n, d - self.mean_d
+        left = np.zeros_like(size * n) + (rest[0] if rest else self.floor)
+        return np.stack([size * np.exp(-alpha * n), data * np.exp(-beta * d), left])
 
     def residuals(self, logs: Any) -> Any:
         """Logarithm of each point over each curve: shape [curves, points]."""
-        return np.log(self.bpb / self._terms(logs).sum(0))
+        return np.log(self.bpb / self.terms(logs, self.n, self.d).sum(0))
 
     def _slopes(self, logs: Any) -> Any:
         """Change of the logarithm of each curve with its constants: shape [curves, points, constants]."""
-        size, data, left = (terms := self._terms(logs)) / terms.sum(0)
+        size, data, left = (terms := self.terms(logs, self.n, self.d)) / terms.sum(0)
         _, alpha, _, beta, *_ = np.exp(logs.T)[:, :, None]
-        columns = size, -alpha * self.n * size, data, -beta * self.d * data, left
+        n, d = self.n - self.mean_n, self.d - self.mean_d
+        columns = size, -alpha * n * size, data, -beta * d * data, left
         return np.stack(columns[: logs.shape[1]], axis=2)
 
     def best(self) -> Any:
