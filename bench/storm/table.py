@@ -27,6 +27,7 @@ BEGIN, END = "<!-- measured -->\n", "<!-- /measured -->\n"
 BESIDE = {
     "bursts": "events in bursts (Weibull, shape 0.6)",
     "alone": "nothing else on the machine",
+    "stopped": "the storm at which the new series was stopped: a healthy node was excluded",
     "core-each": "two nodes, so a core for each rank, and nothing else on the machine",
 }
 # Subfolder of the later storms of a few contenders, all of a seed in one sitting.
