@@ -81,7 +81,6 @@ def test_forge_works_without_a_plugin(plugin: str, without: Without, project: Pr
     root = without(plugin)
     kept = python(root, "-c", LIGHT).split()
     assert kept == [name for name in hooks.names() if name != plugin]
-    python(root, "-c", IMPORT_ALL)
     assert "train up to the goal" in python(root, "-m", "forge", "--help")
     its = {key for key, one in hooks.sections().items() if f".{plugin}." in one.__module__}
     assert its.isdisjoint(json.loads(python(root, "-c", SCHEMA)))
@@ -93,6 +92,14 @@ def test_forge_works_without_a_plugin(plugin: str, without: Without, project: Pr
     for key in sorted(its):
         code, output = project.snakemake("-n", "train", "--config", f"{key}={{}}")
         assert code != 0 and f"unknown key {key}" in output, output
+
+
+def test_all_modules_and_tests_of_the_kernel_are_imported_without_any_plugin(
+    without: Without,
+) -> None:
+    """That no plugin imports another: tests/unit/test_imports.py."""
+    root = without(*hooks.names())
+    python(root, "-c", IMPORT_ALL)
     tests = [f"tests/{circle}" for circle in ("unit", "past", "workflow", "distributed")]
     options = ("-q", "--collect-only", "-p", "no:cacheprovider", "--no-header")
     python(root, "-m", "pytest", *options, *tests)
