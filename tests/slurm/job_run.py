@@ -133,7 +133,9 @@ class Progress:
 
     def end_pause(self, step: int = PAUSE) -> None:
         """Let the ranks train on; later launches do not wait before this step."""
-        (self.folder / f".pause/{step}/over").touch()
+        folder = self.folder / f".pause/{step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "over").touch()
 
     def end_pace(self) -> None:
         """Let the ranks train as fast as they can."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -134,5 +135,43 @@ def test_job_that_is_suspended_before_it_trains_goes_on_and_blames_no_node(
     cluster.run("scontrol", "resume", job)
     assert project.end(command) == 0, project.said()
     # Whether a wait ran out, and which, depends on how far the job came: test_requeue has the words.
+    assert not run.paths.bad_nodes.exists()
+    uninterrupted.equals(run)
+
+
+def imports_of_torch(job: str) -> list[psutil.Process]:
+    """Imports by which preflight tries torch on the job's nodes."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.cmdline()[1:] == ["-c", "import torch.distributed"]:
+                found += [process] * (process.environ().get("SLURM_JOB_ID") == job)
+    return found
+
+
+@pytest.mark.weekly
+def test_job_that_is_preempted_while_its_nodes_import_torch_goes_on_and_blames_no_node(
+    new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
+) -> None:
+    """Slurm's signal ended the import, and the node was excluded for a day."""
+    project = new_project(train_run={"slurm_partition": "low"})
+    command = project.start(env=paused())  # or the run would end before its nodes are taken
+    job = project.wait_for_job()
+    run = project.run()
+
+    wait_until(lambda: imports_of_torch(job), 90, "torch", project.said, every=0.01)
+    stopped = imports_of_torch(job)
+    for process in stopped:
+        process.suspend()  # until Slurm's SIGCONT, which is sent with its signal
+    hosts = cluster.job(job)["NodeList"]
+    cluster.submit(
+        *("--partition=high", "--exclusive", "--nodes=2", f"--nodelist={hosts}"),
+        *("--output=/dev/null", "--wrap=sleep 2"),
+    )
+    wait_until(lambda: cluster.job(job)["Restarts"] == "1", 90, "requeue", project.said, every=0.1)
+    run.end_pause()
+    assert project.end(command) == 0, project.said()
+    said = (run.paths.logs / "preflight.log").read_text()
+    assert "cannot import torch" not in said
     assert not run.paths.bad_nodes.exists()
     uninterrupted.equals(run)
