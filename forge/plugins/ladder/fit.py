@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forge.core.errors import ConfigError, DataError
+from forge.plugins.ladder.records import WithheldSize
 
 DELTA = 1e-3  # of Hoffmann et al.: what is more than 0.1 % off the curve counts linearly
 TOLERANCE = (
@@ -62,17 +63,6 @@ def fit(points: Sequence[Point], floor: float | None = None) -> Curve:
     return ladder.curve(ladder.best())
 
 
-class Withheld(NamedTuple):
-    """Runs of the largest size at one length, by their mean, and the interval in which the smaller sizes
-    alone forecast one of these."""
-
-    parameters: int
-    tokens: int
-    bpb: float
-    low: float
-    high: float
-
-
 def forecast(
     points: Sequence[Point],
     targets: Sequence[tuple[int, int]],
@@ -114,7 +104,7 @@ def forecast(
     return curve, told
 
 
-def withheld(points: Sequence[Point], floor: float | None, **options: Any) -> list[Withheld]:
+def withheld(points: Sequence[Point], floor: float | None, **options: Any) -> list[WithheldSize]:
     """The largest size as the smaller ones forecast it, at each of its lengths: a curve that does not
     follow the sizes of a ladder does not lead beyond them. [] where the smaller ones are too few for an
     interval. options: of `forecast`."""
@@ -128,7 +118,13 @@ def withheld(points: Sequence[Point], floor: float | None, **options: Any) -> li
             own.setdefault(point.tokens, []).append(point.bpb)
     _, told = forecast(smaller, [(largest, tokens) for tokens in own], floor=floor, **options)
     return [
-        Withheld(largest, tokens, float(np.mean(losses)), one.low, one.high)
+        WithheldSize(
+            parameters=largest,
+            tokens=tokens,
+            bpb=float(np.mean(losses)),
+            low=one.low,
+            high=one.high,
+        )
         for (tokens, losses), one in zip(own.items(), told, strict=True)
     ]
 

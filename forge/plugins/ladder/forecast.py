@@ -20,7 +20,6 @@ from forge.plugins.ladder.records import (
     LadderPlace,
     LadderRows,
     RungPoint,
-    WithheldSize,
     read_forecasts,
 )
 from forge.plugins.ladder.settings import MIN_BUDGETS, MIN_SIZES, MIN_TRUNKS
@@ -169,9 +168,7 @@ def _fit(rows: LadderRows, points: list[RungPoint], left_out: list[str]) -> Ladd
         curve=curve._asdict(),
         **options,
         forecasts={run: one._asdict() for run, one in zip(rows.forecasts, told, strict=True)},
-        withheld=[
-            WithheldSize.model_validate(one._asdict()) for one in withheld(fitted, floor, **options)
-        ],
+        withheld=withheld(fitted, floor, **options),
         versions={name: version(name) for name in ("forge", "numpy")},
     )
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from forge.core.errors import ConfigError, DataError
-from forge.plugins.ladder.fit import Curve, Point, Prediction, Withheld, fit, forecast, withheld
+from forge.plugins.ladder.fit import Curve, Point, Prediction, fit, forecast, withheld
+from forge.plugins.ladder.records import WithheldSize
 
 SEEDS, BUDGETS = 3, (0.5, 1, 2)
 
@@ -125,7 +126,7 @@ def test_same_seed_gives_the_same_interval_and_a_higher_level_a_wider_one() -> N
     assert wider.low < told.low < told.bpb < told.high < wider.high
 
 
-def missed(points: list[Point]) -> list[Withheld]:
+def missed(points: list[Point]) -> list[WithheldSize]:
     found = withheld(points, None, draws=40)
     assert [one.tokens for one in found] == sorted({p.tokens for p in points[-3 * SEEDS :]})
     return [one for one in found if not one.low <= one.bpb <= one.high]
