@@ -129,8 +129,11 @@ def _guard(paths: RunPaths, now: slurm.Job, machine: Machine, *, sent_back: bool
     """Why the job in this state must not be requeued; "" if it may."""
     reasons = {
         f"Slurm has already requeued job {now.id}": sent_back,
-        # A cancelled job is COMPLETING, and a requeue would start it again.
-        f"job {now.id} is {now.state}: it was cancelled": not now.is_running,
+        # A cancelled job is COMPLETING, and a requeue would start it again. So is one whose batch step
+        # was killed, by the kernel for its memory or by hand, while Slurm ends its other steps.
+        f"job {now.id} is {now.state}: it was cancelled, or its batch step was killed": (
+            not now.is_running
+        ),
         f"job {now.id} is an interactive allocation": not now.batch,
         f"{paths.stop} asks it to stop": paths.stop.exists(),
         f"job {now.id} was restarted {now.restarts} times (slurm.max_restarts)": (
