@@ -65,7 +65,7 @@ def _heading(choice: Choice, body: Sequence[str]) -> list[str]:
     answers = choice.site.answers
     written = ", answers written by hand" if answers.synthetic else ""
     keys = ", ".join(lines_to_edit("\n".join(body)))
-    edit = f"Lines to edit begin with EDIT_: {keys}" if keys else "No line is left to edit"
+    edit = f"Values to edit begin with EDIT_: {keys}" if keys else "No line is left to edit"
     return [
         f"# Made by forge profile {forge.__version__} from {comment(answers.source)}"
         f" (Slurm {comment(answers.slurm)}{written}).",

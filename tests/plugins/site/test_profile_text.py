@@ -127,7 +127,7 @@ def test_account_that_accounting_does_not_tell_is_left_to_edit():
     text = config_text(choose(answers, Wishes()))
     assert lines_to_edit(text) == ["slurm_account"]
     assert "slurm_account: EDIT_account # no answer within 20 s" in text
-    assert "# Lines to edit begin with EDIT_: slurm_account." in text
+    assert "# Values to edit begin with EDIT_: slurm_account." in text
 
 
 def test_cluster_without_accounting_has_no_account_in_its_profile():
