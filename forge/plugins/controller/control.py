@@ -1,7 +1,7 @@
 """The controller: what the job of `forge submit` runs. Keeps one Snakemake alive until it ends by itself.
 
 Before the time limit of its job the controller kills Snakemake, whose jobs continue, and requeues itself;
-Slurm requeues it after the loss of its node. The next Snakemake takes the jobs back (cluster/adopt).
+Slurm requeues it after the loss of its node. The next Snakemake takes the jobs back (slurm/adopt).
 """
 
 from __future__ import annotations
