@@ -161,6 +161,7 @@ def test_job_that_is_preempted_while_its_nodes_import_torch_goes_on_and_blames_n
 
     wait_until(lambda: imports_of_torch(job), 90, "torch", project.said, every=0.01)
     stopped = imports_of_torch(job)
+    assert stopped
     for process in stopped:
         process.suspend()  # until Slurm's SIGCONT, which is sent with its signal
     hosts = cluster.job(job)["NodeList"]
