@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from bench.storm.raw import Raw, Strike
+from bench.storm.raw import Allocation, Raw, Strike
 
 DRAWS = 10_000  # of the bootstrap
 OUTAGE_SEC = 5.0  # a longer time without a useful step is no save on a busy machine
@@ -84,16 +84,22 @@ def wall(raw: Raw) -> float:
 
 def queue_times(raw: Raw) -> list[tuple[float, float]]:
     """When the job waited for Slurm, from its submission or requeue to its start; without overlaps."""
-    waits = sorted(
-        (max(0.0, one.submit), min(wall(raw), wall(raw) if one.start is None else one.start))
-        for one in raw.allocations
-    )
+    waits = sorted((max(0.0, one.submit), _start(raw, one)) for one in raw.allocations)
     found: list[tuple[float, float]] = []
     for submitted, end in waits:
         begin = max(submitted, found[-1][1]) if found else submitted
         if begin < end:
             found.append((begin, end))
     return found
+
+
+def _start(raw: Raw, one: Allocation) -> float:
+    """When an allocation began, by the end of the storm at the latest. sacct (22.05) has a later time as
+    the start of a job with --no-kill that lost a node and kept the others: where the job has trained
+    before that time, the moment counts from which on it could start."""
+    start = wall(raw) if one.start is None else min(wall(raw), one.start)
+    has_trained = any(one.submit < launch.begin < start for launch in raw.launches)
+    return start if one.eligible is None or not has_trained else min(start, one.eligible)
 
 
 def landed(raw: Raw) -> list[Strike]:
@@ -157,7 +163,7 @@ def per_node_hour(raws: Sequence[Raw]) -> float:
         for one in raw.allocations:
             if one.start is not None:
                 end = wall(raw) if one.end is None else min(one.end, wall(raw))
-                allocated += one.nodes * max(0.0, end - max(0.0, one.start))
+                allocated += one.nodes * max(0.0, end - max(0.0, _start(raw, one)))
     return useful / allocated if allocated else 0.0
 
 

@@ -290,6 +290,13 @@ def test_time_in_the_queue_is_taken_off_once_and_only_within_the_storm() -> None
     assert score.ettr(score.cycles(one), without_queue=True) == pytest.approx(60 / 80)
 
 
+def test_time_in_which_the_job_trained_is_no_time_in_the_queue() -> None:
+    """sacct has said so of a job that lost one of its nodes and kept the others."""
+    lost_a_node = allocation(30, 85, 95).model_copy(update={"eligible": 41.0})
+    one = storm_of(steps(0, 0, 30), steps(30, 45, 20), allocations=[lost_a_node])
+    assert score.queue_times(one) == [(30, 41)]
+
+
 def test_node_hours_are_those_of_the_allocation() -> None:
     one = storm_of(steps(0, 0, 40), allocations=[allocation(-9, -5, 80)])
     assert score.per_node_hour([one]) == pytest.approx(40 / 80)
