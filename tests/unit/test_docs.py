@@ -206,7 +206,11 @@ NO_VARIABLES = {
     *("BOOT_FAIL", "NODE_FAIL", "OUT_OF_MEMORY"),
 }
 MAKES_OWN = {"SHELL", "BIN", "READY", "RANDOM", "IFS", "LC_ALL"}
-OF_OTHER_TESTS = {"FORGE_TESTS"}
+# From one part of the tests to another; FORGE_TEST is the beginning of names.
+BETWEEN_TESTS = {
+    *("FORGE_TEST", "FORGE_TESTS", "FORGE_TEST_REPOSITORY"),
+    *("FORGE_FAULT", "FORGE_FAULT_ONCE"),
+}
 NAME = r"[A-Z][A-Z0-9_]*[A-Z0-9]"
 IN_SHELL = re.compile(
     rf"\$[({{]?({NAME})\b|\b(?:export|unset) ({NAME}) ?({NAME})?|^({NAME}) \?=", re.M
@@ -257,11 +261,10 @@ def read_from_environ(node: ast.Subscript | ast.Call) -> set[str]:
 
 
 def used() -> set[str]:
-    """Variables of the package, the workflow and the tools, and of the test cluster."""
+    """Variables of the package, the workflow and the tools, and Forge's own of tests and bench."""
     found = used_in_python(sources()) | {"RANK"}  # of rank.py, one word among others
-    folders = (ROOT / "tests/slurm", ROOT / "tests/gpu", ROOT / "tools")
-    files = [path for folder in folders for path in folder.rglob("*.py")]
-    tests = used_in_python([*files, ROOT / "tests/support/real_text.py"])
+    folders = (ROOT / "tests", ROOT / "tools", ROOT / "bench")
+    tests = used_in_python([path for folder in folders for path in folder.rglob("*.py")])
     found |= {name for name in tests if name.startswith("FORGE_")}
     shell = [
         ROOT / "Makefile",
@@ -273,7 +276,7 @@ def used() -> set[str]:
         text = path.read_text()
         found |= {name for match in IN_SHELL.findall(text) for name in match if name}
         found |= {f"PIP_{name}" for name in OF_PIP.findall(text)}
-    return found - MAKES_OWN - OF_OTHER_TESTS
+    return found - MAKES_OWN - BETWEEN_TESTS
 
 
 def documented(*, passed_through: bool) -> set[str]:
