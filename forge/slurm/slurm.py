@@ -24,6 +24,7 @@ MAX_HOSTS = 65_536  # in a list; MAX_RANGE of Slurm's src/common/hostlist.c is a
 PATIENCE_SEC = 60.0
 ASK_SEC = 20.0
 CANCEL_SEC = 10.0  # a person who has pressed Ctrl-C waits
+_OWN_OUTPUT = "forge-output-begins"  # printed before the output of a command on a node
 
 # Slurm's packages are installed, and nothing says where a controller would be.
 NO_CLUSTER = "Could not establish a configuration source"
@@ -531,10 +532,11 @@ def output_on(
     timeout_sec: float = 60,
     options: Sequence[str] = (),
 ) -> str:
-    """The output of a short command on one node of the job. options: more of srun. Raises UnfitError that
-    names the node, and SlurmSilent."""
+    """The output of a short command on one node of the job, without what a site's task prolog prints
+    before it. options: more of srun. Raises UnfitError that names the node, and SlurmSilent."""
     line = srun(job_id, [host], options=("--overlap", "--gres=none", *options))
-    output, trouble = run_step([*line, *command], timeout_sec=timeout_sec)
+    marked = ["sh", "-c", f'echo {_OWN_OUTPUT}; exec "$@"', "sh", *command]
+    output, trouble = run_step([*line, *marked], timeout_sec=timeout_sec)
     if is_slurms_own(trouble):
         raise silent(trouble)
     if trouble:
@@ -543,7 +545,7 @@ def output_on(
             cause="the node is down, or does not see this Python",
             fix="run the target preflight, which names unhealthy nodes",
         )
-    return output
+    return output.split(f"{_OWN_OUTPUT}\n", 1)[-1]
 
 
 def cancel_step(job_id: str, name: str) -> None:

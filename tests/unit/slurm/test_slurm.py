@@ -348,6 +348,16 @@ def test_step_is_tried_again_while_slurm_itself_starts_none(monkeypatch):
         slurm.output_on("1", "n1", ["hostname"])
 
 
+def test_output_of_a_site_before_that_of_a_command_is_left_out(monkeypatch, tmp_path):
+    srun = 'echo "Welcome to this site"; while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"'
+    (tmp_path / "srun").write_text(f"#!/bin/sh\n{srun}\n")
+    (tmp_path / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert slurm.output_on("1", "n1", ["printf", "%s\\n", "a b", "c"]) == "a b\nc\n"
+    with pytest.raises(UnfitError, match=r"node n1 cannot run false: exit status 1"):
+        slurm.output_on("1", "n1", ["false"])
+
+
 def test_step_that_slurm_itself_never_starts_blames_slurm(monkeypatch):
     answer(monkeypatch, (1, "", JUST_STARTED))
     monkeypatch.setattr(slurm, "PATIENCE_SEC", -1)
