@@ -16,6 +16,7 @@ import os
 import re
 import selectors
 import subprocess
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -30,6 +31,7 @@ from forge.staging.archive import PARALLEL_CHUNKS
 FAN_OUT = 2
 BLOCK = "1m"
 START_SEC = 30.0
+STEP_ID = "forge-step-id"  # printed before the id of the step
 # A transfer slower than this, with seven others in parallel, counts as failed.
 MIN_BYTES_PER_SEC = 4 * 2**20
 
@@ -64,19 +66,18 @@ class Broadcast:
 
     def __enter__(self) -> Self:
         patience = slurm.Patience("stage")
-        while not (line := self._start()).isdigit():
+        while trouble := self._start():
             self._end()
-            if not patience.again(line):
-                raise self._no_step(line)
-        self._step_id = line
+            if not patience.again(trouble):
+                raise self._no_step(trouble)
         return self
 
     def _start(self) -> str:
-        """Start the step; the first line of its output: its id, else an error."""
+        """Start the step, and take its id; "" or why there is none."""
         options = ("--overlap", "--gres=none", f"--job-name={self._name}")
         line = slurm.srun(self._job_id, self._hosts, options=options)
         self._step = subprocess.Popen(
-            [*line, "sh", "-c", "echo $SLURM_STEP_ID; exec cat"],
+            [*line, "sh", "-c", f"echo {STEP_ID} $SLURM_STEP_ID; exec cat"],
             stdin=subprocess.PIPE,  # closing it ends the step, also when this process is killed
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -85,7 +86,11 @@ class Broadcast:
             preexec_fn=stop_with_parent,  # noqa: PLW1509  no threads run yet
         )
         try:
-            return self._first_line()
+            self._step_id, trouble = self._read_step_id()
+            if self._step_id or slurm.is_slurms_own(trouble):
+                return trouble
+            # An srun that waits for the controller says nothing.
+            return slurm.controller_trouble() or trouble or "no step"
         except BaseException:
             self._end()
             raise
@@ -93,14 +98,15 @@ class Broadcast:
     def _no_step(self, trouble: str) -> UnfitError:
         if slurm.is_slurms_own(trouble):
             return slurm.silent(trouble)
-        failure = NodeFailure(trouble or "no step")
+        failure = NodeFailure(trouble)
         return failed_on(dict.fromkeys(self._hosts, failure), "starting sbcast")
 
     def __exit__(self, *_: object) -> None:
         self._end()
 
     def send(self, files: Sequence[Path], folder: str) -> Iterator[str]:
-        """Yield the name of each file once it is in `folder` on all nodes. Raises Broken."""
+        """Yield the name of each file once it is in `folder` on all nodes. Raises SbcastFailed
+        and SlurmSilent."""
         with ThreadPoolExecutor(PARALLEL_CHUNKS) as pool:
             transfers = {pool.submit(self._send, file, folder): file.name for file in files}
             try:
@@ -124,11 +130,20 @@ class Broadcast:
         if trouble:
             raise SbcastFailed(blame(trouble, self._hosts))
 
-    def _first_line(self) -> str:
-        output = cast("IO[bytes]", self._step.stdout)
+    def _read_step_id(self) -> tuple[str, str]:
+        """The id of the step and "", or "" and what was printed instead of it. Before it there may be
+        warnings of srun, and what a site's task prolog prints."""
+        output = cast("IO[bytes]", self._step.stdout).fileno()
+        printed, end = b"", time.monotonic() + START_SEC
         with selectors.DefaultSelector() as selector:
             selector.register(output, selectors.EVENT_READ)
-            return output.readline().decode().strip() if selector.select(START_SEC) else ""
+            while selector.select(max(0, end - time.monotonic())) and (
+                data := os.read(output, 4096)
+            ):
+                printed += data
+                if found := re.search(rf"{STEP_ID} (\d+)\n", printed.decode(errors="replace")):
+                    return found[1], ""
+        return "", printed.decode(errors="replace").strip()
 
     def _end(self) -> None:
         pipes = [cast("IO[bytes]", pipe) for pipe in (self._step.stdin, self._step.stdout)]

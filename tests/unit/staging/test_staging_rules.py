@@ -10,9 +10,9 @@ from support.shards import make
 
 from forge.core.errors import DataError
 from forge.data.shards import ShardSet
-from forge.hosts.nodes import NodeFailure
+from forge.hosts.nodes import NodeFailure, NodesFailed
 from forge.slurm import slurm
-from forge.staging import on_node
+from forge.staging import on_node, sbcast
 from forge.staging.sbcast import COMPRESS_SHARDS_BELOW, Broadcast, blame, is_slower
 
 
@@ -145,20 +145,57 @@ def test_nodes_are_read_from_what_sbcast_prints():
     assert blame(lost, hosts) == dict.fromkeys(hosts, NodeFailure(lost))
 
 
-def test_step_of_sbcast_is_started_again_while_slurm_itself_starts_none(tmp_path, monkeypatch):
+NO_STEP = "srun: error: Unable to create step for job 7: Memory required by task is not available"
+STARTS = (
+    'export SLURM_STEP_ID=5; while [ "${1#-}" != "$1" ]; do shift; done\n'
+    "echo 'srun: warning: can run on all of them'; echo 'Welcome to node 12'; exec \"$@\""
+)
+
+
+@pytest.fixture
+def slurm_that(tmp_path, monkeypatch):
+    """slurm_that(srun="exit 1"): Slurm's commands are these scripts; later starts of srun are STARTS."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm.time, "sleep", lambda _: None)
-    no_step = (
-        "srun: error: Unable to create step for job 7: Memory required by task is not available"
-    )
-    script = (
-        f"[ -e {tmp_path}/up ] && {{ echo 5; exec cat; }}; touch {tmp_path}/up; echo '{no_step}'"
-    )
-    (tmp_path / "srun").write_text(f"#!/bin/sh\n{script}; exit 1\n")
-    (tmp_path / "srun").chmod(0o755)
+
+    def write(**scripts):
+        first = f"[ -e {tmp_path}/up ] || {{ touch {tmp_path}/up; {scripts['srun']}; }}\n"
+        for name, script in {**scripts, "srun": first + STARTS}.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+            (tmp_path / name).chmod(0o755)
+
+    return write
+
+
+def test_step_of_sbcast_is_started_again_while_slurm_itself_starts_none(slurm_that, monkeypatch):
+    slurm_that(srun=f"echo '{NO_STEP}'; exit 1")
     with Broadcast("7", ["n1"]) as broadcast:
         assert broadcast._step_id == "5"
-    (tmp_path / "up").unlink()
+    slurm_that(srun=f"rm $(dirname $0)/up; echo '{NO_STEP}'; exit 1")
+    (Path(os.environ["PATH"].split(":")[0]) / "up").unlink()
     monkeypatch.setattr(slurm, "PATIENCE_SEC", -1)
     with pytest.raises(slurm.SlurmSilent, match="Memory required"), Broadcast("7", ["n1"]):
         pass
+
+
+def test_step_of_sbcast_is_found_behind_what_a_site_and_srun_print(slurm_that):
+    slurm_that(srun="true")
+    with Broadcast("7", ["n1"]) as broadcast:
+        assert broadcast._step_id == "5"
+
+
+def test_step_of_sbcast_that_does_not_start_shows_all_that_was_printed(slurm_that):
+    said = "echo Welcome; echo 'srun: error: Task launch failed on node n1' >&2; exit 1"
+    slurm_that(srun=said, scontrol="exit 0")
+    error = r"starting sbcast failed on node n1: Welcome\nsrun: error: Task launch failed"
+    with pytest.raises(NodesFailed, match=error), Broadcast("7", ["n1"]):
+        pass
+
+
+def test_controller_that_is_away_while_sbcast_starts_is_waited_for(slurm_that, monkeypatch):
+    monkeypatch.setattr(sbcast, "START_SEC", 2)
+    monkeypatch.setattr(sbcast, "END_SEC", 0.1)
+    away = "echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1"
+    slurm_that(srun="exec sleep 60", scontrol=away, squeue="exit 0")
+    with Broadcast("7", ["n1"]) as broadcast:
+        assert broadcast._step_id == "5"
