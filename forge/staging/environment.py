@@ -226,7 +226,8 @@ def _put(
     directory there. python: that of the staged Python."""
     assert placement.job
     members = part.members
-    digest = short_id([part.ready, *([m.name, m.num_bytes, _version(m.path)] for m in members)])
+    files = [[m.name, m.num_bytes, _version(m.path)] for m in members]
+    digest = short_id([part.ready, Path(python).name, *files])  # its script execs that one
     below = f"{part.name}-{digest}"
     name = below if settings.keep else f"job-{placement.job.id}/{below}"
     answers = _look(placement, settings.folder or "", name, part.inside)

@@ -120,6 +120,13 @@ def test_link_that_leads_nowhere_is_replaced(put, source):
     assert put_source(put, source, blind=[]).resolve() == source
 
 
+def test_project_gets_another_directory_for_another_python(put, source):
+    part = environment._source(source, [])
+    first = put(part, ["n1"], python="/node/job-7/python-a")
+    assert put(part, ["n1"], python="/node/job-8/python-a") == first
+    assert put(part, ["n1"], python="/node/job-7/python-b") != first
+
+
 def test_linked_python_and_project_are_those_that_the_node_sees(put):
     python = put(python_of_this_host(), [])
     code = put(environment._code(), [], python=python)
