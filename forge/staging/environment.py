@@ -20,6 +20,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from forge.core.config import Config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import private_root, short_id
 from forge.core.machine import Machine, StageSettings
+from forge.core.process import hostname
 from forge.core.program_settings import Program
 from forge.core.terminal import say
 from forge.data.inputs import source_digest, source_files
@@ -58,9 +60,8 @@ state_of "$2" -c 'import pydantic'
 # By part: its name in the line that shows these states.
 SHOWN = {"project": "proj", "python": "pkgs", "source": "source"}
 
-# $1: stage.folder or "". $2: path below the root. $3: directory in it. Prints: root, free KiB, and
-# `there`, `linked` or `lacks`.
-LOOK = r"""
+# $1: stage.folder or "". Makes the private directory there, and prints it.
+ROOT = r"""
 base=${1:-${SLURM_TMPDIR:-${TMPDIR:-/tmp}}}; root=$base/forge-$(id -u)
 mkdir -p "$base" && { mkdir -m 700 "$root" 2>/dev/null; true; }
 if [ -L "$root" ] || [ ! -d "$root" ]; then echo "$root is not a folder (a planted link?)" >&2; exit 1; fi
@@ -68,26 +69,37 @@ if [ ! -O "$root" ] || [ "$(stat -c %a "$root")" != 700 ]; then
     echo "$root is not yours alone" >&2; exit 1
 fi
 echo "$root"
+"""
+
+# $1: as of ROOT. $2: path below the root. $3: directory in it. Prints: root, free KiB, and `there`,
+# `linked` or `lacks`.
+LOOK = (
+    ROOT
+    + r"""
 df -Pk "$root" | awk 'NR == 2 {print $4}'
 path=$root/$2/$3
 if [ ! -d "$path" ]; then echo lacks; elif [ -L "$path" ]; then echo linked; else echo there; fi
 """
+)
 
 # $1: the temporary directory, made anew.
 BEGIN = r"""rm -rf "$1" && mkdir -p "$1/chunks" """
 
 # $1: the temporary directory. $2: its final name. $3: the directory of the staged Python, or "". $4: the
 # directory in it. $5: the shared directory of which that is a copy or a link. $6: digests of the chunks.
-FORGET = 'if [ -L "$2/$4" ] || [ ! -d "$2/$4" ]; then rm -rf "$2"; fi\n'
 LINK = r"""
+[ -d "$2/$4" ] || rm -rf "$2"
 rm -rf "$1" && mkdir -p "$1" && cd "$1" && ln -s "$5" "$4" || exit 1
 """
 UNPACK = rf"""
+if [ -L "$2/$4" ] || [ ! -d "$2/$4" ]; then rm -rf "$2"; fi
 cd "$1/chunks" && printf '%s\n' "$6" | sha256sum --check --quiet - || exit 1
 tar -C .. --no-same-owner -xf {DIRECTORIES} && rm {DIRECTORIES} || exit 1
 ls | xargs -P 4 -I CHUNK sh -c 'tar -C .. --no-same-owner -xf CHUNK && rm CHUNK' || exit 1
 cd .. && rmdir chunks || exit 1
 """
+# The end of each: another run may have put the same there meanwhile, which its ranks use already.
+MOVE = '{ mv -T "$1" "$2" || { [ -d "$2/$4" ] && cd / && rm -rf "$1"; }; }'
 PYTHON_READY = rf"""
 if [ ! -L env ]; then
     home=$2/base/bin; [ -d base ] || home=/usr/bin
@@ -95,7 +107,7 @@ if [ ! -L env ]; then
     for name in python python3; do ln -s {VERSION} env/bin/$name || exit 1; done
     printf 'home = %s\ninclude-system-site-packages = false\n' "$home" > env/pyvenv.cfg
 fi
-mv "$1" "$2" && "$2/env/bin/{VERSION}" -c 'import pydantic'
+{MOVE} && "$2/env/bin/{VERSION}" -c 'import pydantic'
 """
 PROJECT_READY = rf"""
 cat > python <<END
@@ -109,12 +121,16 @@ export PYTHONSAFEPATH=1  # not the current directory, which may be the project
 export LD_LIBRARY_PATH="$3/base/lib\${{LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}}"
 exec "$3/env/bin/{VERSION}" "\$@"
 END
-chmod 755 python && mv "$1" "$2" && "$2/python" -c 'import forge.node_agent'
+chmod 755 python && {MOVE} && "$2/python" -c 'import forge.node_agent'
 """
-SOURCE_READY = 'mkdir -p source && mv "$1" "$2"'
+SOURCE_READY = f"mkdir -p source && {MOVE}"
 
-# $1: the job's directory. $2: the name that marks a run which uses it, see on_node.mark.
-CLAIM = 'mkdir -p "$1" && touch "$1/$2"'
+# $1: stage.folder or "". $2: the job's directory below the root. $3: the name that marks a run which uses
+# it. As on_node.mark and unmark, for a node without Python.
+CLAIM = ROOT + 'mkdir -p "$root/$2" && touch "$root/$2/$3"'
+WITHDRAW = ROOT + (
+    'rm -f "$root/$2/$3"; ls "$root/$2"/used-by-* >/dev/null 2>&1 || rm -rf "$root/$2"'
+)
 
 
 @dataclass(frozen=True)
@@ -152,14 +168,22 @@ def stage_project(config: Config, machine: Machine, placement: Placement) -> Sta
     put = partial(_put, Path(config.data), machine.stage, placement)
     if blind["python"]:
         _require_virtual_environment()
-    python = put(_python(), blind["python"])
-    code = put(_code(), blind["project"], python=python)
-    source = digest = ""
-    if program and blind["source"]:
-        folder, outputs = program.folder, (config.results, config.data)
-        digest = source_digest(folder, outputs)
-        source = put(_source(folder, outputs), blind["source"]) + "/source"
-    roots = {} if machine.stage.keep else _claim(Path(code).parent, config.run, placement)
+    of_run = (config.run, machine.stage, placement)
+    roots = _mark(CLAIM, *of_run)  # first: the last run of the job that ends removes all of it
+    try:
+        python = put(_python(), blind["python"])
+        code = put(_code(), blind["project"], python=python)
+        source = digest = ""
+        if program and blind["source"]:
+            folder, outputs = program.folder, (config.results, config.data)
+            digest = source_digest(folder, outputs)
+            source = put(_source(folder, outputs), blind["source"]) + "/source"
+    except BaseException:
+        _withdraw(*of_run)
+        raise
+    if machine.stage.keep:
+        _withdraw(*of_run)
+        roots = {}
     return StagedProject(f"{code}/python", source, digest, roots)
 
 
@@ -206,11 +230,19 @@ def _any_file(folder: Path) -> Path:
     return next((file for file in files if os.access(file, os.R_OK)), folder)
 
 
-def _claim(folder: Path, run: str, placement: Placement) -> dict[str, str]:
+def _mark(script: str, run: str, settings: StageSettings, placement: Placement) -> dict[str, str]:
     """Mark on each node that this run uses the job's directory there, which is removed after the last run
-    of the job. Returns the private directory of each node."""
-    _on_each(placement, CLAIM, [str(folder), f"used-by-{run}"], ASK_SEC, "staging the project")
-    return dict.fromkeys(placement.hosts, str(folder.parent))
+    of the job; or undo that. Returns the private directory of each node. script: CLAIM or WITHDRAW."""
+    assert placement.job
+    arguments = [settings.folder or "", f"job-{placement.job.id}", f"used-by-{run}"]
+    answers = _on_each(placement, script, arguments, ASK_SEC, "staging the project")
+    return {host: answer.strip() for host, answer in answers.items()}
+
+
+def _withdraw(run: str, settings: StageSettings, placement: Placement) -> None:
+    """Undo the mark on the nodes that respond; what this run alone has put there is removed."""
+    with suppress(UnfitError):
+        _mark(WITHDRAW, run, settings, placement)
 
 
 def _put(
@@ -232,11 +264,12 @@ def _put(
     name = below if settings.keep else f"job-{placement.job.id}/{below}"
     answers = _look(placement, settings.folder or "", name, part.inside)
     root = _common_root({host: lines[0] for host, lines in answers.items()})
-    temporary, target = f"{root}/job-{placement.job.id}/writing-project", f"{root}/{name}"
+    writing = f"writing-project-{hostname()}-{os.getpid()}"
+    temporary, target = f"{root}/job-{placement.job.id}/{writing}", f"{root}/{name}"
     arguments = [temporary, target, python, part.inside, str(part.shared)]
     states = {host: lines[2] for host, lines in answers.items()}
     if linked := [h for h in states if h not in blind and states[h] == "lacks"]:
-        script = FORGET + LINK + part.ready
+        script = LINK + part.ready
         _on_each(placement.only(linked), script, arguments, ASK_SEC, f"linking the {part.name}")
     if copied := [h for h in states if h in blind and states[h] != "there"]:
         content = sum(member.num_bytes for member in members)
@@ -245,7 +278,7 @@ def _put(
         archive = make_archive(private_root(data / "archives") / digest, members, tree=True)
         nodes = placement.only(copied)
         _send(nodes, archive, temporary)
-        script = FORGET + UNPACK + part.ready
+        script = UNPACK + part.ready
         given = [*arguments, archive.sums]
         _on_each(nodes, script, given, UNPACK_SEC, f"unpacking the {part.name}")
         say(

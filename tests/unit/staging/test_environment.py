@@ -15,7 +15,7 @@ import pytest
 
 import forge
 from forge.core.config import Config, checked
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import load_machine
 from forge.data.inputs import source_digest
 from forge.hosts.placement import Placement
@@ -120,6 +120,33 @@ def test_link_that_leads_nowhere_is_replaced(put, source):
     assert put_source(put, source, blind=[]).resolve() == source
 
 
+@pytest.mark.parametrize("blind", [["n1"], []], ids=["copy", "link"])
+def test_what_another_run_has_put_there_meanwhile_stays(put, source, monkeypatch, blind):
+    copy = put_source(put, source, blind)
+    (copy.parent / "mark").touch()
+    root = str(copy.parents[2])
+    monkeypatch.setattr(environment, "_look", lambda *_: {"n1": [root, str(2**40), "lacks"]})
+    assert put_source(put, source, blind) == copy
+    assert {path.name for path in copy.parent.iterdir()} == {"source", "mark"}
+    assert list(copy.parent.parent.iterdir()) == [copy.parent]
+
+
+def test_runs_of_two_hosts_that_stage_at_once_do_not_write_into_one_directory(
+    put, source, monkeypatch
+):
+    def send_and_let_another_stage(*given):
+        send(*given)
+        monkeypatch.setattr(environment, "_send", send)
+        monkeypatch.setattr(environment, "hostname", lambda: "other")
+        put_source(put, source)
+
+    monkeypatch.setattr(environment, "_send", send_and_let_another_stage)
+    copy = put_source(put, source)
+    assert (copy / "train.py").read_text() == "train.py"
+    assert list(copy.parent.iterdir()) == [copy]
+    assert list(copy.parent.parent.iterdir()) == [copy.parent]
+
+
 def test_project_gets_another_directory_for_another_python(put, source):
     part = environment._source(source, [])
     first = put(part, ["n1"], python="/node/job-7/python-a")
@@ -141,13 +168,14 @@ def test_linked_python_and_project_are_those_that_the_node_sees(put):
 def test_project_is_marked_as_used_by_the_run_unless_it_is_kept(
     source, tmp_path, monkeypatch, keep
 ):
-    root = tmp_path / "node"
+    root = tmp_path / f"node/forge-{os.getuid()}"
     jobs = root if keep else root / "job-7"
     sent = []
 
     def put(*given, **_):
         part, blind = given[3:]
         assert blind == ["n1", "n2"]
+        assert list(root.glob("job-7/used-by-*"))  # another run that ends does not remove it
         sent.append(part.name)
         return f"{jobs}/{part.name}"
 
@@ -155,7 +183,8 @@ def test_project_is_marked_as_used_by_the_run_unless_it_is_kept(
     monkeypatch.setattr(environment, "_put", put)
     monkeypatch.setattr(environment, "_python", python_of_this_host)
     values = {"run": "mine", "program": {"command": ["x"], "source": str(source)}}
-    machine = load_machine(None, {"stage.keep": keep, "stage.project": True})
+    keys = {"folder": str(tmp_path / "node"), "keep": keep, "project": True}
+    machine = load_machine(None, {f"stage.{key}": value for key, value in keys.items()})
     project = environment.stage_project(checked(Config, values, "config"), machine, PLACEMENT)
     assert sent == ["python", "project", "source"]
     assert (project.python, project.source) == (f"{jobs}/project/python", f"{jobs}/source/source")
@@ -163,6 +192,22 @@ def test_project_is_marked_as_used_by_the_run_unless_it_is_kept(
     assert (root / "job-7/used-by-mine").exists() != keep
     environment.stage_project(Config(), machine, PLACEMENT)
     assert sent[3:] == ["python", "project"]
+
+
+def test_project_that_cannot_be_put_leaves_nothing_on_the_nodes(tmp_path, monkeypatch):
+    root = tmp_path / f"node/forge-{os.getuid()}"
+
+    def put(*_, **__):
+        (root / "job-7/writing-project-n0-1").mkdir()
+        raise UnfitError("sending the project failed on node n2")
+
+    monkeypatch.setattr(environment, "_on_each", on_this_host)
+    monkeypatch.setattr(environment, "_put", put)
+    monkeypatch.setattr(environment, "_python", python_of_this_host)
+    machine = load_machine(None, {"stage.folder": str(tmp_path / "node"), "stage.project": True})
+    with pytest.raises(UnfitError, match="node n2"):
+        environment.stage_project(Config(), machine, PLACEMENT)
+    assert list(root.iterdir()) == []
 
 
 # --- only where a node sees none of it ------------------------------------------------------------
@@ -190,7 +235,7 @@ def stage_auto(monkeypatch, tmp_path):
 
         monkeypatch.setattr(environment, "_on_each", ask)
         monkeypatch.setattr(environment, "_put", put)
-        monkeypatch.setattr(environment, "_claim", lambda *_: {})
+        monkeypatch.setattr(environment, "_mark", lambda *_: {})
         monkeypatch.setattr(
             environment, "_python", lambda: EnvironmentPart("python", "env", Path(), [], "")
         )
