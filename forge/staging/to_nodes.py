@@ -273,6 +273,8 @@ class _Staging:
         name = f"job-{self._job}/writing-{hostname()}-{os.getpid()}"
         temporary = f"{root}/{name}"
         hosts = list(self._ask(on_node.begin, "staging", ASK_SEC, hosts, temporary=temporary))
+        if not hosts:
+            return
         started = time.monotonic()
         try:
             with (

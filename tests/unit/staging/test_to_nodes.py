@@ -14,6 +14,7 @@ from forge.core.config import Config
 from forge.core.errors import DataError, UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import inputs_folder
+from forge.core.process import hostname
 from forge.data.inputs import InputSet
 from forge.hosts.nodes import NodePool
 from forge.hosts.placement import Placement
@@ -48,10 +49,10 @@ def stage(tmp_path, monkeypatch):
     monkeypatch.setattr(NodePool, "_command", lambda *_: [sys.executable, "-m", "forge.node_agent"])
     monkeypatch.setattr(to_nodes, "Broadcast", Copies)
 
-    def run(source, config, **keys):
+    def run(source, config, hosts=("n1",), **keys):
         folder = {"folder": str(tmp_path / "node"), "mode": "always"}
         machine = load_machine(None, {f"stage.{key}": v for key, v in {**folder, **keys}.items()})
-        return stage_nodes(source, config, machine, Placement(("n1",), JOB), min_nodes=1)
+        return stage_nodes(source, config, machine, Placement(hosts, JOB), min_nodes=1)
 
     return run
 
@@ -81,6 +82,23 @@ def test_node_gets_the_shards_into_the_folder_of_its_job(staged, root, tmp_path)
 def test_node_that_has_the_shards_gets_nothing(staged):
     first = staged()
     assert staged() == first.model_copy(update={"sent": [], "phase_sec": {}})
+
+
+def test_last_node_that_lacks_the_shards_and_fails_is_left_out(
+    staged, tmp_path, monkeypatch, capsys
+):
+    def command(_, host):
+        return ["env", f"SLURM_TMPDIR={tmp_path / host}", sys.executable, "-m", "forge.node_agent"]
+
+    monkeypatch.setattr(NodePool, "_command", command)
+    first = staged(folder=None)
+    root = tmp_path / "n2" / f"forge-{os.getuid()}"
+    root.mkdir(mode=0o700, parents=True)
+    (root / "job-7").mkdir()
+    (root / f"job-7/writing-{hostname()}-{os.getpid()}").touch()  # where a directory shall be
+    record = staged(hosts=("n1", "n2"), folder=None)
+    assert (record.folders, record.sent) == (first.folders, [])
+    assert "stage: continuing without n2: staging failed on node n2" in capsys.readouterr().err
 
 
 def test_kept_shards_lie_outside_of_the_jobs_folder_and_are_not_to_be_removed(staged, root):
