@@ -171,8 +171,12 @@ def remove_staged(staged: StageRecord, run: str, placement: Placement) -> None:
         on_node.unmark(**wanted[hostname()])
         return
     nodes = replace(placement, hosts=tuple(wanted))
-    with NodePool(nodes, python=staged.interpreter, start_sec=10) as pool:
-        answers = pool.ask(on_node.unmark, timeout_sec=REMOVE_SEC, each=wanted)
+    try:
+        with NodePool(nodes, python=staged.interpreter, start_sec=10) as pool:
+            answers = pool.ask(on_node.unmark, timeout_sec=REMOVE_SEC, each=wanted)
+    except slurm.SlurmSilent as err:
+        say(f"stage: could not remove the staged files: {err.what}")
+        return
     for host, reply in answers.items():
         if isinstance(reply, NodeFailure):
             say(f"stage: could not remove the staged files from {host}: {reply.message}")

@@ -11,6 +11,7 @@ from forge.core.files import read_json, write_json
 from forge.core.paths import RunPaths, stage_proof_file
 from forge.core.records import StageRecord
 from forge.data.content_ids import resolve
+from forge.hosts.nodes import NodePool
 from forge.hosts.placement import Placement
 from forge.slurm import slurm
 from forge.staging import stage
@@ -68,6 +69,16 @@ def test_record_that_is_not_of_this_project_and_job_decides_nothing(
     assert why in capsys.readouterr().err
     monkeypatch.setattr(stage, "NodePool", None)
     stage.remove_staged(record, "base", Placement.here())  # nothing
+
+
+def test_staged_files_that_stay_since_slurm_is_silent_are_told_and_end_nothing(monkeypatch, capsys):
+    away = "srun: error: Unable to create step for job 7: Unable to contact slurm controller"
+    command = ["sh", "-c", f"echo '{away}' >&2; exit 1"]
+    monkeypatch.setattr(NodePool, "_command", lambda *_: command)
+    monkeypatch.setattr(slurm, "PATIENCE_SEC", -1)
+    stage.remove_staged(RECORD, "base", Placement(("n1",)))
+    said = "stage: could not remove the staged files: Slurm does not answer: srun: error: Unable to"
+    assert said in capsys.readouterr().err
 
 
 def test_record_that_is_a_pipe_does_not_stop_training(paths):
