@@ -125,7 +125,7 @@ class InputSet:
 
     @property
     def _file_lists(self) -> list[FileList]:
-        """Local files and downloads; they may be links, which are staged as links."""
+        """Local files and downloads; they may be links, in place of which files are staged."""
         listed_in, manifest = str(self.folder / MANIFEST), self.manifest
         return [
             FileList(Path(folder), {e.name: e.entry for e in entries}, listed_in, self._fix, True)
