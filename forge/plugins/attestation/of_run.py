@@ -228,7 +228,7 @@ def _launches(run: RunPaths) -> LaunchesMade:
 
 
 def _launch(launch: LaunchHistory) -> LaunchMade:
-    """Without names of nodes and jobs, which say nothing to a stranger."""
+    """Without names of nodes and jobs, which say nothing to a stranger; a reason may have some."""
     begun = launch.begun
     return LaunchMade(
         started=launch.start,

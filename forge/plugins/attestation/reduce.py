@@ -2,7 +2,7 @@
 tells of people and machines.
 
 Installed packages, names of the variables and modules of machine.yaml, the container, times of the clock,
-and the directories of absolute paths.
+the reasons for which launches ended, and the directories of absolute paths.
 """
 
 from __future__ import annotations
@@ -87,8 +87,9 @@ def _reduced(link: ChainLink, roots: Sequence[str]) -> ChainLink:
 
 
 def _relative(link: LaunchesMade) -> Iterator[Any]:
-    """Launches, whose times are those since the first began, to a tenth of a second."""
+    """Launches, whose times are those since the first began, to a tenth of a second, and whose outcomes
+    have no reason: that is a message, and may name nodes and paths."""
     begun = min((launch.started for launch in link.launches), default=0.0)
     for launch in link.launches:
         times = {key: round(getattr(launch, key) - begun, 1) for key in ("started", "ended")}
-        yield launch.model_copy(update=times)
+        yield launch.model_copy(update={**times, "outcome": launch.outcome.partition(":")[0]})

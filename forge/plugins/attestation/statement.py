@@ -29,7 +29,14 @@ from forge.core.files import (
 )
 from forge.core.scratch import scratch_directory
 from forge.core.terminal import progress, say
-from forge.plugins.attestation.chain import ChainLink, ExportMade, MergeMade, Predicate, Texts
+from forge.plugins.attestation.chain import (
+    ChainLink,
+    ExportMade,
+    LaunchesMade,
+    MergeMade,
+    Predicate,
+    Texts,
+)
 from forge.plugins.attestation.of_run import links_of_run
 from forge.plugins.attestation.reduce import absolute_paths, reduced
 from forge.validation.checkpoint_checks import SavedRun
@@ -67,12 +74,16 @@ def write_statement(export: Path, saved: SavedRun, *, is_full: bool = False) -> 
             (export / name).unlink(missing_ok=True)
         write_json(path, statement)
     say(f"statement {statement['predicate']['sha256'][:12]}: {path}")
-    if absolute := sorted({*absolute_paths([link.model_dump(mode="json") for link in links])}):
-        say(_note(absolute, is_full))
+    if note := _note(links, is_full):
+        say(note)
     return path
 
 
-def _note(absolute: Sequence[str], is_full: bool) -> str:
+def _note(links: Sequence[ChainLink], is_full: bool) -> str:
+    """What a reader finds of the absolute paths in these links; "" where they have none."""
+    stated = [link for link in links if is_full or not isinstance(link, LaunchesMade)]
+    if not (absolute := sorted({*absolute_paths([one.model_dump(mode="json") for one in stated])})):
+        return ""
     some = f"{len(absolute)} absolute paths, such as {absolute[0]}"
     if is_full:
         return f"note: it has {some}, which whoever gets the export can read"

@@ -15,9 +15,11 @@ from forge.plugins.attestation.chain import (
     EnvironmentUsed,
     LaunchesMade,
     LaunchMade,
+    TextFile,
     Texts,
 )
 from forge.plugins.attestation.reduce import absolute_paths, reduced, stated_values, without_folders
+from forge.plugins.attestation.statement import _note
 
 LAUNCH = LaunchMade(
     **{"started": 1.8e9, "ended": 1.8e9 + 60.25, "world_size": 2, "nodes": 1},
@@ -98,6 +100,30 @@ def test_times_are_those_since_the_first_launch_and_packages_and_variables_are_l
     assert [(one.started, one.ended) for one in launches.launches] == [(0.0, 60.2), (100.0, 200.0)]
     assert isinstance(around, EnvironmentUsed)
     assert (around.packages, around.launch, around.cpu) == (None, None, "EPYC")
+
+
+def test_launch_has_how_it_ended_and_nothing_of_the_message():
+    told = {
+        "completed": "completed",
+        "stopped: SIGTERM": "stopped",
+        "cut off: lost a rank: rank 1 of 2 exited without a record on node07": "cut off",
+        "failed: rank 0: cannot write /scratch/alice/base: No space left": "failed",
+        "no end recorded: it still runs or was killed": "no end recorded",
+    }
+    launches = [LAUNCH.model_copy(update={"outcome": outcome}) for outcome in told]
+    [short] = reduced([LaunchesMade(launches=launches)])
+    assert isinstance(short, LaunchesMade)
+    assert [one.outcome for one in short.launches] == [*told.values()]
+
+
+def test_note_on_paths_counts_those_of_messages_only_where_they_are_published():
+    failed = LAUNCH.model_copy(update={"outcome": "failed: cannot write /scratch/alice/base"})
+    named = TextFile(name="/texts/a.txt", bytes=1, blake3="b")
+    texts = Texts(files={"": [named]})
+    links = [texts, LaunchesMade(launches=[failed])]
+    assert "of 1 absolute paths, such as /texts/a.txt, it has the last names" in _note(links, False)
+    assert "it has 2 absolute paths, such as /scratch/alice/base" in _note(links, True)
+    assert _note(links[1:], False) == ""
 
 
 def test_values_are_read_in_either_form_and_their_lack_is_said():
