@@ -137,11 +137,13 @@ class _Evaluator:
     def _exported(self, checkpoint: directory.Checkpoint) -> Iterator[Path]:
         """A directory with the exported checkpoint: that of `forge export`, else one for as long as it is
         used. Leftovers of a killed evaluation are removed."""
-        existing = self.paths.exports / self.paths.name_of(checkpoint.folder)
+        # As the lock is: of a merge another than of the checkpoint of its step.
+        name = self.paths.name_of(checkpoint.folder)
+        existing = self.paths.exports / name
         if self.is_ours and _is_export_of(existing, checkpoint):
             yield existing
             return
-        temporary = self.paths.evaluations / f".export-{checkpoint.folder.name}"
+        temporary = self.paths.evaluations / f".export-{name}"
         shutil.rmtree(temporary, ignore_errors=True)
         try:
             yield export(checkpoint.folder, temporary, "fp32", {"data": self.data})

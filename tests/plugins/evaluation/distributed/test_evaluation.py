@@ -299,3 +299,16 @@ def test_merge_has_scores_of_its_own_beside_those_of_its_step(evaluated, tasks, 
     scores = Evaluation.read(paths.evaluations / f"merged-{name}.json")
     assert scores.step == 12 and scores.scores
     assert (paths.evaluations / f"{name}.json").read_bytes() == before
+
+
+def test_checkpoint_and_merge_of_its_step_are_exported_to_directories_of_their_own(
+    solo, tasks, tmp_path, scored
+):
+    """Both may be evaluated at once, under locks of their own."""
+    run, name = solo.copy(tmp_path / "solo"), "step-00000012"
+    checkpoint = run.paths.checkpoints / name
+    merge = Path(shutil.copytree(checkpoint, run.paths.merged / name))
+    settings = Evaluate(tasks=["words"], include_path=str(tasks))
+    for folder in (checkpoint, merge):
+        evaluation.evaluate_checkpoint(folder, settings, config_at(run, 12).data)
+    assert [path.name for path in scored] == [f".export-{name}", f".export-merged-{name}"]
