@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -76,6 +76,14 @@ class ControllerJob:
         ended."""
         return None if self.has_ended else listed(self.record.job)
 
+    def elsewhere(self, **limits: float) -> str:
+        """Tell why Slurm here knows nothing of the job: it is of another cluster. "" where it is of this
+        one, or its record says that it has ended. limits: as for `listed`. Raises SlurmSilent."""
+        there = self.record.cluster
+        if self.has_ended or there == (here := slurm.cluster_name(**limits)):
+            return ""
+        return f"it is of cluster {there}, and this is {here}"
+
     def has_jobs(self) -> bool:
         """Return whether a job of its Snakemake waits or runs. Raises SlurmSilent."""
         return bool(adopt.adoptable(self.jobs_name))
@@ -94,11 +102,11 @@ def _read(paths: ControllerPaths) -> ControllerJob:
 
 def forget_ended(new: Controller) -> None:
     """Remove the records of jobs that have ended and left none in the queue, or none but what `new` takes
-    back. Keeps those that Slurm cannot be asked about."""
+    back. Keeps those that Slurm cannot be asked about, such as those of another cluster."""
     for paths in ControllerPaths.all():
         with suppress(DataError, slurm.SlurmSilent):
             old = _read(paths)
-            if old.record.job == new.job or old.listed():
+            if old.record.job == new.job or old.listed() or old.elsewhere():
                 continue
             if old.record.check.runs.keys() & new.check.runs.keys() or not old.has_jobs():
                 paths.remove()
@@ -127,16 +135,21 @@ def listed(
 
 def refuse_living(runs: Iterable[str], shared: Iterable[str] = ()) -> None:
     """UnfitError where a controller of this project waits or runs that looks after one of these runs, or
-    will make one of these files. Nothing is refused where Slurm is not installed."""
+    will make one of these files, or may do so on another cluster. Nothing is refused where Slurm is not
+    installed."""
     if not slurm.is_here():
         return
     for controller in read():
         check = controller.record.check
         same = sorted(check.runs.keys() & set(runs))
         files = sorted(set(check.shared) & set(shared))
-        if not (same or files) or (job := controller.listed()) is None:
+        if not (same or files):
             continue
         job_id = controller.record.job
+        if (job := controller.listed()) is None:
+            if why := controller.elsewhere():
+                raise _unknown(controller, why, same, files)
+            continue
         if same:
             raise UnfitError(
                 f"the controller, job {job_id} ({job.words}), looks after {', '.join(same)}:"
@@ -154,6 +167,19 @@ def refuse_living(runs: Iterable[str], shared: Iterable[str] = ()) -> None:
         )
 
 
+def _unknown(
+    controller: ControllerJob, why: str, runs: Sequence[str], files: Sequence[str]
+) -> UnfitError:
+    job_id = controller.record.job
+    does = f"look after {', '.join(runs)}" if runs else f"make {', '.join(files)}"
+    return UnfitError(
+        f"the controller, job {job_id}, may still {does}: {why}; {controller.command}",
+        cause="several clusters share this directory, and each knows its own jobs only",
+        fix=f"on the other cluster see forge status, or stop it with: forge submit --stop {job_id}"
+        f"\n         (where that is gone for good: rm {ControllerPaths(job_id).record})",
+    )
+
+
 # --- what people and scripts read -------------------------------------------------------------------
 
 
@@ -163,10 +189,11 @@ class ControllerStatus:
 
     job: str
     state: Literal["waiting", "unknown", "cut off", "unreadable"] | ControllerPhase
-    """`unknown`: Slurm does not answer. `cut off`: ended without a record. `unreadable`: its record."""
+    """`unknown`: Slurm does not answer, or is that of another cluster. `cut off`: ended without a record.
+    `unreadable`: its record."""
     log: str
     reason: str = ""
-    """Why it waits (Slurm's word), or what ended it."""
+    """Why it waits (Slurm's word), what ended it, or why it is unknown where Slurm answers."""
     slurm_state: str = ""
     """Slurm's word while it runs, such as COMPLETING."""
     nodes: str = ""
@@ -194,7 +221,7 @@ class ControllerStatus:
             job = Listed(self.slurm_state, self.nodes, self.since, self.limit, "")
             return [f"{about} {job.words}, {self.command}"]
         if self.state == "unknown":
-            return [f"{about}: Slurm does not answer; {self.command}"]
+            return [f"{about}: {self.reason or 'Slurm does not answer'}; {self.command}"]
         if self.state == "unreadable":
             return [f"{about}: {self.reason}"]
         return [f"{about} ended: {self._end()}"]
@@ -230,9 +257,11 @@ def status_of(controller: ControllerJob) -> ControllerStatus:
     )
     if (state := controller.state) and controller.has_ended:
         return replace(shown, state=state.phase, reason=state.reason, ended=state.time)
-    asks = slurm.is_here()
+    asks, limits = slurm.is_here(), {"patience_sec": 0.0, "timeout_sec": STATUS_SEC}
     try:
-        job = listed(job_id, patience_sec=0, timeout_sec=STATUS_SEC) if asks else None
+        job = listed(job_id, **limits) if asks else None
+        if asks and job is None and (why := controller.elsewhere(**limits)):
+            return replace(shown, reason=why)
     except slurm.SlurmSilent:
         return shown
     if job is None:

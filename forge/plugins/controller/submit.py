@@ -277,8 +277,8 @@ def stop(job: str = "") -> None:
     """End this controller, then its jobs: training commits a checkpoint. Returns when they have ended.
     job: "" for the only one that lives.
 
-    Raises UnfitError where no controller was submitted here, or a job has not ended in time; ConfigError
-    where several live.
+    Raises UnfitError where no controller was submitted here, it is of another cluster, or a job has not
+    ended in time; ConfigError where several live.
     """
     slurm.refuse_missing("scancel", "squeue")
     controller = _to_stop(job)
@@ -317,14 +317,23 @@ def _to_stop(job: str) -> controller_job.ControllerJob:
                 f"job {job} is no controller of {Path.cwd()}",
                 fix=f"one of {', '.join(controller.of_runs for controller in found)}",
             )
-        return named[0]
-    living = [controller for controller in found if controller.listed() or controller.has_jobs()]
-    if len(living) > 1:
-        raise ConfigError(
-            f"{len(living)} controllers live: {', '.join(controller.of_runs for controller in living)}",
-            fix=f"name the job: forge submit --stop {living[0].record.job}",
+        chosen = named[0]
+    else:
+        living = [one for one in found if one.listed() or one.has_jobs()]
+        if len(living) > 1:
+            raise ConfigError(
+                f"{len(living)} controllers live: {', '.join(one.of_runs for one in living)}",
+                fix=f"name the job: forge submit --stop {living[0].record.job}",
+            )
+        unknown = [one for one in found if not living and one.elsewhere()]
+        chosen = (living or unknown or found[-1:])[0]
+    if why := chosen.elsewhere():
+        raise UnfitError(
+            f"{chosen.of_runs} cannot be stopped from here: {why}",
+            cause="several clusters share this directory, and each knows its own jobs only",
+            fix=f"on the other cluster: forge submit --stop {chosen.record.job}",
         )
-    return living[0] if living else found[-1]
+    return chosen
 
 
 def _cancel(

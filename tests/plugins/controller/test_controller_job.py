@@ -22,6 +22,7 @@ COMMAND = "forge submit --profile profiles/mine train"
 def project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(slurm, "is_here", lambda: True)
+    monkeypatch.setattr(slurm, "cluster_name", lambda **_: "forge")
     monkeypatch.setattr(slurm, "accounted_end", lambda *_, **__: "TIMEOUT, exit code 0:0")
     submitted("12")
     return tmp_path
@@ -157,6 +158,42 @@ def test_only_records_of_jobs_that_ended_and_left_none_are_forgotten(
     monkeypatch.setattr(controller_job.adopt, "adoptable", lambda _: jobs)
     controller_job.forget_ended(new)
     assert [paths.job for paths in ControllerPaths.all()] == (["12"] if kept else []) + ["13"]
+
+
+@pytest.fixture
+def elsewhere(project, monkeypatch):
+    """Here is another cluster than that of job 12, whose Slurm knows no such job."""
+    monkeypatch.setattr(slurm, "cluster_name", lambda **_: "beta")
+    monkeypatch.setattr(controller_job.adopt, "adoptable", lambda _: [])
+    squeue(monkeypatch, "")
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("run", ["base", "other"])
+def test_record_of_another_cluster_is_kept_unless_it_says_that_its_job_has_ended(run):
+    new = submitted("13", runs={run: f"results/{run}"}).model_copy(update={"cluster": "beta"})
+    new.write(ControllerPaths("13").record)
+    controller_job.forget_ended(new)
+    assert [paths.job for paths in ControllerPaths.all()] == ["12", "13"]
+    ended("done")
+    controller_job.forget_ended(new)
+    assert [paths.job for paths in ControllerPaths.all()] == ["13"]
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_controller_of_another_cluster_is_unknown_and_its_runs_and_files_are_refused():
+    why = "it is of cluster forge, and this is beta"
+    assert lines() == [f"controller: job 12: {why}; {COMMAND}"]
+    [shown] = controller_job.statuses()
+    assert (shown.state, shown.reason) == ("unknown", why)
+    for named in ((["base"],), (["other"], [TOKENS])):
+        with pytest.raises(UnfitError, match=f"job 12, may still .*: {why}") as err:
+            controller_job.refuse_living(*named)
+        assert "forge submit --stop 12" in err.value.fix
+        assert f"rm {ControllerPaths('12').record}" in err.value.fix
+    controller_job.refuse_living(["other"])
+    ended("done")
+    controller_job.refuse_living(["base"])
 
 
 def test_scripts_get_each_value_by_a_key(project, monkeypatch):

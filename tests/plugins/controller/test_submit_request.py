@@ -105,6 +105,7 @@ def controllers(monkeypatch, tmp_path):
         record = Controller(job=job, cluster="x", command=["train"], check=check, environment={})
         record.write(ControllerPaths(job).record)
     living = []
+    monkeypatch.setattr(submit.slurm, "cluster_name", lambda **_: "x")
     monkeypatch.setattr(submit.controller_job, "listed", lambda job: job in living or None)
     monkeypatch.setattr(submit.adopt, "adoptable", lambda _: [])
     return living
@@ -119,6 +120,22 @@ def test_stop_means_the_job_that_is_named_or_the_only_one_that_lives(
 ):
     controllers += living
     assert submit._to_stop(named).record.job == stopped
+
+
+@pytest.mark.usefixtures("controllers")
+@pytest.mark.parametrize(("named", "job"), [("", "12"), ("13", "13")])
+def test_controller_of_another_cluster_is_not_stopped_from_here(monkeypatch, named, job):
+    monkeypatch.setattr(submit.slurm, "cluster_name", lambda **_: "y")
+    with pytest.raises(UnfitError, match=f"job {job} .* it is of cluster x, and this is y") as err:
+        submit._to_stop(named)
+    assert f"forge submit --stop {job}" in err.value.fix
+
+
+def test_stop_means_the_one_that_lives_here_beside_one_of_another_cluster(controllers):
+    record = Controller.read(ControllerPaths("13").record)
+    record.model_copy(update={"cluster": "y"}).write(ControllerPaths("13").record)
+    controllers += ["12"]
+    assert submit._to_stop("").record.job == "12"
 
 
 @pytest.mark.parametrize(
