@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge.checkpoint import directory, export_folder, manifest, resume
-from forge.core.errors import ConfigError, DataError, UnfitError
+from forge.core.errors import ConfigError, DataError
 from forge.core.files import digest_file
 from forge.core.paths import RunPaths, checkpoint_step
 from forge.core.records import Evaluated, Evaluation, Score
 from forge.core.terminal import duration, say
 from forge.core.values import shown
-from forge.hosts.lock import lock
+from forge.hosts.lock import LockHeld, lock
 from forge.plugins.evaluation import harness, tasks
 from forge.plugins.evaluation.contamination import ItemValues, item_values
 from forge.plugins.evaluation.records import Evaluations
@@ -187,8 +187,9 @@ def _done(
 
 @contextmanager
 def _held(paths: RunPaths, checkpoint: directory.Checkpoint) -> Iterator[None]:
-    """Hold the right to evaluate this checkpoint. A job waits for another job that holds it; elsewhere
-    UnfitError names who does."""
+    """Hold the right to evaluate this checkpoint. A job waits for a living holder, and for Slurm;
+    elsewhere UnfitError names the holder. Nobody waits where it is not known whether the holder lives, or
+    for a disk that cannot be written: UnfitError."""
     name = f".{paths.evaluation_of(checkpoint.folder).stem}.lock"
     paths.evaluations.mkdir(parents=True, exist_ok=True)
     with ExitStack() as held:
@@ -196,7 +197,7 @@ def _held(paths: RunPaths, checkpoint: directory.Checkpoint) -> Iterator[None]:
             try:
                 held.enter_context(lock(paths.evaluations, "evaluate", name=name))
                 break
-            except UnfitError as err:
+            except (LockHeld, slurm.SlurmSilent) as err:
                 if slurm.this_job_id() is None:
                     raise
                 say(f"waiting: {err.what}")

@@ -3,9 +3,13 @@ export and the real harness, against log-likelihoods by Forge's own model."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,14 +21,16 @@ from forge.checkpoint import directory, storage
 from forge.core.config import Config
 from forge.core.errors import UnfitError
 from forge.core.files import digest_file, read_json
-from forge.core.paths import tokenizer_folder
-from forge.core.records import Evaluation, Score
+from forge.core.paths import RunPaths, tokenizer_folder
+from forge.core.process import Process
+from forge.core.records import Evaluation, Lock, Score
 from forge.data.tokenizer import load_tokenizer
 from forge.hosts.lock import lock
 from forge.plugins.evaluation import evaluate as evaluation
 from forge.plugins.evaluation.records import Evaluations
 from forge.plugins.evaluation.settings import Evaluate
 from forge.reporting.run_rows import read_scores
+from forge.slurm import slurm
 from forge.trainer.models.decoder import Decoder, make_decoder
 
 TASKS = Path(__file__).parent / "tasks"
@@ -263,6 +269,45 @@ def test_second_evaluation_of_a_checkpoint_is_refused_and_names_the_first(
     ):
         evaluate(run, tasks)
     assert not scored
+
+
+@pytest.fixture
+def in_job(tmp_path, monkeypatch) -> tuple[RunPaths, SimpleNamespace]:
+    """A run and its checkpoint at 12, for a job of a Slurm that is not asked."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(slurm, "is_here", lambda: False)
+    monkeypatch.setattr(evaluation.time, "sleep", lambda _: pytest.fail("it waits"))
+    paths = RunPaths(tmp_path / "base")
+    paths.evaluations.mkdir(parents=True)
+    return paths, SimpleNamespace(folder=paths.checkpoints / "step-00000012")
+
+
+def test_job_waits_for_the_one_that_evaluates_the_checkpoint(in_job, monkeypatch, capsys):
+    with ExitStack() as other:
+        other.enter_context(lock(in_job[0].evaluations, "evaluate", name=".step-00000012.lock"))
+        monkeypatch.setattr(evaluation.time, "sleep", lambda _: other.close())
+        with evaluation._held(*in_job):
+            pass
+    assert "waiting: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_job_does_not_wait_for_a_disk_that_cannot_be_written(in_job, monkeypatch, number):
+    def link(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(UnfitError, match=os.strerror(number)), evaluation._held(*in_job):
+        pass
+
+
+def test_job_does_not_wait_for_a_holder_of_which_nobody_knows_whether_it_lives(in_job):
+    there = {**Process.current().to_json(), "host": "node07", "command": "evaluate", "restart": 0}
+    path = in_job[0].evaluations / ".step-00000012.lock"
+    Lock(**there).write(path)
+    with pytest.raises(UnfitError, match="cannot ask") as refused, evaluation._held(*in_job):
+        pass
+    assert f"rm {path}" in refused.value.fix
 
 
 def test_data_that_is_not_cached_is_refused_offline_with_the_command_that_downloads_it(
