@@ -164,7 +164,7 @@ def _fit(rows: LadderRows, points: list[RungPoint], left_out: list[str]) -> Ladd
         rows=rows,
         points=points,
         left_out=left_out,
-        digest=digest_bytes(canonical([point.model_dump() for point in points])),
+        digest=_digest(points, floor),
         curve=curve._asdict(),
         **options,
         forecasts={run: one._asdict() for run, one in zip(rows.forecasts, told, strict=True)},
@@ -173,15 +173,26 @@ def _fit(rows: LadderRows, points: list[RungPoint], left_out: list[str]) -> Ladd
     )
 
 
+def _digest(points: Sequence[RungPoint], floor: float | None) -> str:
+    """Digest of what the forecasts are made of; without a floor it is that of the points alone."""
+    of_fit: list[Any] = [point.model_dump() for point in points]
+    if floor is not None:
+        of_fit.append({"floor": floor})
+    return digest_bytes(canonical(of_fit))
+
+
 def _append(rows: LadderRows, run: str, fit: LadderFit) -> None:
-    """Append the forecast to a run's log, where it is none of the same points."""
+    """Append the forecast to a run's log, where it has none of the same points and floor."""
     place, log = rows.forecasts[run], rows.paths(run).events
     before = read_forecasts(log)
     standing = before.standing(place)
     if standing and standing[0].points == fit.digest:
         return
     if standing and before.is_launched:
-        say(f"{run}: other points than at its forecast, which stays, since the run was launched")
+        say(
+            f"{run}: other points or another floor than at its forecast, which stays, since the run was"
+            " launched"
+        )
         return
     size = {"run": run, "parameters": place.parameters, "tokens": place.tokens}
     of_fit = {**fit.forecasts[run], "level": fit.level, "points": fit.digest}

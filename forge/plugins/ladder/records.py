@@ -81,9 +81,9 @@ class WithheldSize(RecordPart):
 
 
 class LadderFit(Record):
-    """results/ladder.json. left_out: rungs that failed. digest: of the points. forecasts: run -> those by
-    this fit; the one that counts is in the run's log. withheld: the largest size by the smaller ones; []
-    where these are too few. versions: of what computed them."""
+    """results/ladder.json. left_out: rungs that failed. digest: of the points, and of the floor where
+    there is one. forecasts: run -> those by this fit; the one that counts is in the run's log. withheld:
+    the largest size by the smaller ones; [] where these are too few. versions: of what computed them."""
 
     rows: LadderRows
     points: list[RungPoint]

@@ -10,9 +10,18 @@ import pytest
 from forge.core import events, hooks
 from forge.core.config import Config, checked
 from forge.core.errors import ConfigError
+from forge.core.files import canonical, digest_bytes
 from forge.core.paths import RunPaths
+from forge.plugins.ladder import forecast as forecast_of_rungs
 from forge.plugins.ladder.forecast import check_rows
-from forge.plugins.ladder.records import LadderForecast, LadderPlace, read_forecasts, rows_of
+from forge.plugins.ladder.records import (
+    LadderForecast,
+    LadderPlace,
+    LadderRows,
+    RungPoint,
+    read_forecasts,
+    rows_of,
+)
 
 PLACE = LadderPlace(trunk="", step=10, parameters=1000, tokens=20_000)
 
@@ -48,6 +57,42 @@ def test_last_forecast_before_the_first_launch_counts_else_the_first_which_is_la
     standing = found.standing(PLACE)
     assert (standing and (standing[0].points, standing[1])) == expected
     assert found.standing(LadderPlace(trunk="", step=9, parameters=1000, tokens=18_000)) is None
+
+
+def test_forecast_is_made_again_for_another_floor_and_stays_after_the_launch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forecast_of_rungs, "DRAWS", 10)
+    log = tmp_path / "r/events.jsonl"
+    points = [
+        RungPoint(
+            run=f"{size}-{seed}-{k}",
+            trunk=f"{size}-{seed}",
+            parameters=size,
+            tokens=20 * k * size,
+            bpb=(8 / size**0.3 + 30 / (20 * k * size) ** 0.35 + 0.9) * (1 + 0.002 * seed),
+            checkpoint="c",
+        )
+        for size in (10_000, 20_000, 40_000, 80_000, 160_000)
+        for seed in (-1, 1)
+        for k in (1, 2, 4)
+    ]
+
+    def told(floor: float | None) -> int:
+        rows = LadderRows(results=str(tmp_path), floors=[floor], rungs={}, forecasts={"r": PLACE})
+        forecast_of_rungs._append(rows, "r", forecast_of_rungs._fit(rows, points, []))
+        return len(read_forecasts(log).made)
+
+    assert [told(floor) for floor in (None, None, 0.8, 0.8, 0.7)] == [1, 1, 2, 2, 3]
+    without = digest_bytes(canonical([point.model_dump() for point in points]))
+    assert [event.points == without for event, _ in read_forecasts(log).made] == [
+        True,
+        False,
+        False,
+    ]
+    events.record(log, launch())
+    assert told(0.6) == 3
+    assert "r: other points or another floor than at its forecast" in capsys.readouterr().err
 
 
 def test_forecast_disturbs_no_reader_of_the_log(tmp_path: Path) -> None:
