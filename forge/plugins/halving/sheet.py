@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import Any
 
 from forge.core.errors import ConfigError
 from forge.core.sample_sheet import GRID, SheetRow
-from forge.core.values import as_cell
+from forge.core.values import as_cell, read_cell
 
 STEPS = "train.max_steps"
 
@@ -44,13 +45,18 @@ def with_steps_of(text: str, rows: Sequence[SheetRow], runs: Collection[str], st
 def _cells(cells: list[str], heads: list[str], row: SheetRow, steps: int | None) -> list[str]:
     """The cells of a run in a line of its own. steps: None for those that the line has."""
     own = []
+    values: dict[str, Any] = {**row.overrides, **row.layout}
     for cell, head in zip(cells, heads, strict=True):
-        value: Any = None
-        if head.startswith(GRID) and cell.strip():
-            value = row.overrides[head.removeprefix(GRID).strip()]
-        elif head == STEPS:
-            value = steps
-        old = cell.strip()
-        new = old if value is None else as_cell(value)
+        old = new = cell.strip()
+        if head.startswith(GRID) and old:
+            new = _in_grid(values[head.removeprefix(GRID).strip()])
+        elif head == STEPS and steps is not None:
+            new = as_cell(steps)
         own.append(cell.replace(old, new) if old else new + cell)
     return own
+
+
+def _in_grid(value: Any) -> str:
+    """The cell of a grid that has this one value. There a plain word ends at a comma."""
+    text = as_cell(value)
+    return text if read_cell(f"[{text}]") == [value] else json.dumps(value)

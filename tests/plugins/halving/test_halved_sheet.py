@@ -42,6 +42,22 @@ def test_runs_of_a_grid_get_lines_of_their_own_with_the_names_that_they_had(tmp_
     assert after == before
 
 
+def test_grid_cells_keep_null_text_with_commas_and_the_layout(tmp_path: Path) -> None:
+    text = (
+        "run\tgrid:train.fp8\tgrid:run_note\tgrid:nodes\tgrid:tasks_per_node\ttrain.max_steps\n"
+        's\tnull, tensorwise\t"a, b", \'c: d\', "[e"\t1, 2\t4, 8\t10\n'
+    )
+    sheet = tmp_path / "runs.tsv"
+    sheet.write_text(text)
+    before = {row.run: (row.overrides, row.layout) for row in read_rows(sheet)}
+    assert len(before) == 24
+    sheet.write_text(rewritten(tmp_path, text, list(before)))
+    after = {row.run: (row.overrides, row.layout) for row in read_rows(sheet)}
+    for overrides, _ in before.values():
+        overrides["train.max_steps"] = 20
+    assert after == before
+
+
 @pytest.mark.parametrize(
     ("head", "message"), [("train.seed", "is missing"), ("grid:train.max_steps", "is a grid")]
 )
