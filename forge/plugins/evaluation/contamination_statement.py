@@ -192,6 +192,13 @@ def search_run(paths: RunPaths, config: Config, share: float, *, is_ours: bool) 
         )
     resolved, lineage = resolve(config), resume.required(paths).manifest.lineage
     tokens, texts = lineage.sources or {"": lineage.tokens}, dict[str, TextsOfSource]()
+    if gone := tokens.keys() - config.tokenize.corpora.keys() - {""}:
+        raise DataError(
+            f"your config has no source {min(gone)}, which {paths.root.name} was trained on",
+            cause="tokenize.sources was changed",
+            fix="restore it, or name the config of the run: --config FILE; without evaluate.contamination"
+            " no text is needed",
+        )
     corpora = dict(zip(resolved.ids.sources or [""], single_corpora(resolved), strict=True))
     for name, one in corpora.items():
         path = tokens_folder(one.data, one.ids.tokens) / MANIFEST

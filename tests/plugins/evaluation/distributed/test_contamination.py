@@ -351,6 +351,23 @@ def test_text_that_was_edited_is_refused_and_another_share_finds_more(searched, 
         path.write_bytes(text)
 
 
+def test_source_of_the_run_that_the_config_no_longer_has_is_named(
+    searched, project, tmp_path, monkeypatch
+):
+    """Its items would be called clean."""
+    monkeypatch.chdir(tmp_path)
+    run, _ = searched
+    values = yaml.safe_load((project / "config.yaml").read_text())
+    del values["tokenize"]["sources"]["web"], values["train"]["mix"]
+    other = tmp_path / "other.yaml"
+    other.write_text(yaml.safe_dump(values))
+    options = (*tasks_of(project), "--evaluate.contamination=0.8")
+    for named in ((str(other), *run.overrides), (str(run.folder), f"--config={other}")):
+        refused = forge("evaluate", *named, *options)
+        assert refused.code == 65, refused.text
+        assert "your config has no source web, which base was trained on" in refused.text
+
+
 def test_run_of_somebody_else_is_not_searched(searched, project, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = (*tasks_of(project), "--evaluate.contamination=0.8")
