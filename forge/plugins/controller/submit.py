@@ -56,6 +56,8 @@ NOT_TO_SUBMIT = {
     "-d": "change to the project's directory instead",
     "--directory": "change to the project's directory instead",
 }
+# -n or -d by itself or behind letters that take no value, as in -pn.
+SHORT = re.compile("-[aDfFhklpStv]*([nd])")
 ELSEWHERE = (
     "run Snakemake on the login node inside tmux; or set slurm.controller.partition in machine.yaml to"
     " a partition whose nodes may submit (where the site has scrontab: that of its jobs)"
@@ -93,7 +95,9 @@ def submit(command: Sequence[str]) -> None:
 
 def _refuse_words(command: Sequence[str]) -> None:
     for word in command:
-        if reason := NOT_TO_SUBMIT.get(word.partition("=")[0]):
+        short = SHORT.match(word)
+        name = f"-{short[1]}" if short else word.partition("=")[0]
+        if reason := NOT_TO_SUBMIT.get(name):
             raise ConfigError(f"forge submit does not take {word}", fix=reason)
 
 

@@ -192,10 +192,17 @@ def test_directory_without_a_workflow_is_refused_and_left_alone(tmp_path, monkey
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("word", ["-n", "--dry-run", "--directory=/x", "-d"])
+@pytest.mark.parametrize(
+    "word", ["-n", "--dry-run", "--directory=/x", "-d", "-np", "-kpn", "-Fnj4", "-pd/x"]
+)
 def test_words_with_which_nothing_would_run_are_refused(word):
     with pytest.raises(ConfigError, match=f"does not take {word}"):
         submit._refuse_words(["--profile", "p", word])
+
+
+@pytest.mark.parametrize("word", ["-p", "-kF", "-j4", "--nolock", "-sn", "train-n"])
+def test_other_words_are_snakemakes(word):
+    submit._refuse_words(["--profile", "p", word])
 
 
 @pytest.mark.parametrize(
