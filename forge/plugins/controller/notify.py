@@ -64,16 +64,15 @@ class Notifier:
         if not self._command:
             return
         values = {**event, "project": str(Path.cwd()), "time": time.time()}
-        with (
-            tempfile.TemporaryFile() as file
-        ):  # no pipe, which a program that does not read would fill
-            file.write(json.dumps(values).encode() + b"\n")
-            file.seek(0)
-            try:
+        try:
+            # No pipe, which a program that does not read would fill.
+            with tempfile.TemporaryFile() as file:
+                file.write(json.dumps(values).encode() + b"\n")
+                file.seek(0)
                 process = subprocess.Popen(self._command, stdin=file, start_new_session=True)
-            except OSError as err:
-                say(f"warning: notify.command {self._command[0]} was not started: {err}")
-                return
+        except OSError as err:
+            say(f"warning: notify.command {self._command[0]} was not started: {err}")
+            return
         self._calls.append((process, time.monotonic() + LIMIT_SEC, str(event["event"])))
 
     def reap(self) -> bool:

@@ -49,6 +49,14 @@ def test_failure_is_one_line(said, command, words):
     assert len(said) == 1 and words in said[0]
 
 
+def test_without_room_for_the_event_the_controller_goes_on(tmp_path, said, monkeypatch):
+    monkeypatch.setattr(notify.tempfile, "tempdir", str(tmp_path / "gone"))
+    notifier = Notifier(["true"])
+    notifier.call(EVENT)
+    notifier.finish()
+    assert len(said) == 1 and "notify.command true was not started" in said[0]
+
+
 def test_program_that_never_ends_is_killed_and_never_waited_for(monkeypatch, said):
     monkeypatch.setattr(notify, "LIMIT_SEC", 0.5)
     notifier = Notifier(python("import time; time.sleep(600)"))
