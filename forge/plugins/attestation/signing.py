@@ -112,6 +112,8 @@ def sign(
         if _has_signed(export, statement, own):
             say(f"signature by {own[:12]}: nothing to do")
             return
+        # Else one of another key would stand for this one where the command ends before the last line.
+        (export / verify.MODEL_SIGNATURE).unlink(missing_ok=True)
         write_json(export / verify.ENVELOPE, signed_envelope(statement, key))
         of_model = _model_statement(export)
         resources = of_model["predicate"]["resources"]

@@ -19,6 +19,7 @@ from support.live_run import TWO_RANKS, Run, forge
 from support.statements import make_consistent
 
 from forge.attestation import verify
+from forge.core.errors import DataError
 from forge.core.files import digest_bytes, digest_file, read_json, write_json
 from forge.core.process import hostname
 from forge.plugins.attestation.chain import Predicate
@@ -461,6 +462,22 @@ def test_body_signed_again_with_another_key_is_refused(trained, export, keys, tm
     envelope["signatures"][0]["keyid"] = right
     write_json(export / verify.ENVELOPE, envelope)
     assert "is not of this statement" in refusal(export, keys["own.pub"])
+
+
+def test_export_that_another_key_has_signed_in_part_is_signed_by_a_rerun(export, keys):
+    from forge.plugins.attestation.signing import fingerprint, load_key, sign
+
+    other, card = load_key(keys["other"]), export / "README.md"
+    expected = {one["name"]: one["digest"]["sha256"] for one in statement_of(export)["subject"]}
+    text = card.read_bytes()
+    card.write_bytes(text + b"x")
+    with pytest.raises(DataError, match="have changed while they were signed"):
+        sign(export, other, expected)
+    card.write_bytes(text)
+    sign(export, other, expected)
+    bundle = read_json(export / verify.MODEL_SIGNATURE)
+    assert bundle["verificationMaterial"]["publicKey"]["hint"] == fingerprint(other)
+    verify.verify(export, keys["other.pub"])
 
 
 def test_older_format_is_refused(export):
