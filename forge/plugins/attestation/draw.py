@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -63,7 +63,8 @@ class Draw:
         if covers.too_long and not request.whole:
             print_not_drawn(covers, links)
         seed = secrets.randbits(32) if request.seed is None else request.seed
-        return cls(request, statement, key, recipe, covers, seed, _chosen(request, covers, seed))
+        chosen = _chosen(request, covers, seed, recipe.never_made_again)
+        return cls(request, statement, key, recipe, covers, seed, chosen)
 
     def add(self, interval: Interval[Any], trainer: Retrainer[Any]) -> None:
         """Train an interval again. What keeps this one from that does not keep others, but for a
@@ -153,8 +154,13 @@ def _runs(request: ReproduceOptions) -> list[RunPaths]:
     return [RunPaths(path.parent) for path in sorted(results_folder().glob("*/checkpoints"))]
 
 
-def _chosen(request: ReproduceOptions, covers: Coverage[Any], seed: int) -> list[Interval[Any]]:
-    """The intervals to train. VerificationError where there is none."""
+def _chosen(
+    request: ReproduceOptions,
+    covers: Coverage[Any],
+    seed: int,
+    never_made_again: Collection[int],
+) -> list[Interval[Any]]:
+    """The intervals to train. VerificationError, DataError or UnfitError where there is none."""
     if request.whole:
         if not covers.can_start:
             raise VerificationError(
@@ -171,10 +177,18 @@ def _chosen(request: ReproduceOptions, covers: Coverage[Any], seed: int) -> list
             cause="checkpoints that are here are too far apart; a smaller train.keep_every keeps more",
             fix="give more time: --minutes N; in the workflow runtime in set-resources of reproduce_run",
         )
+    place = request.checkpoints or results_folder()
+    if not covers.intervals and covers.exported and covers.last in never_made_again:
+        raise DataError(
+            f"none of the {len(covers.saved)} parts of the run can be retrained: the checkpoints of the"
+            f" statement that are in {place} are of steps at which launches ended, such as {covers.last}",
+            cause="a program that is asked to stop saves there, and not when it trains again",
+            fix="train it on to a checkpoint that it saves by itself, and export that one",
+        )
     if not covers.intervals:
         raise DataError(
             f"none of the {len(covers.saved)} parts of the run can be retrained: no checkpoint that"
-            f" the statement lists is in {request.checkpoints or results_folder()}",
+            f" the statement lists is in {place}",
             cause="they were pruned (train.keep_every keeps some, of a program a larger keep_last), or"
             " they are elsewhere",
             fix="name the directory of the run: --checkpoints RUN; or train all of it: --whole",

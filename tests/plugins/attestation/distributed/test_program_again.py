@@ -149,9 +149,10 @@ def test_program_that_saves_other_files_is_no_proof_of_anything(exported):
     assert "whose tensors are not read: part-1.json" in one["why"][0]
 
 
-@pytest.mark.weekly
-def test_step_at_which_a_program_was_stopped_ends_no_interval(program, tmp_path, monkeypatch):
-    """One rank: of several, each stops where the signal finds it, at different steps."""
+@pytest.fixture
+def stopped(program, tmp_path, monkeypatch):
+    """A run of 60 steps that was stopped behind its checkpoint at 20, and the step at which. One rank: of
+    several, each stops where the signal finds it, at different steps."""
     monkeypatch.chdir(tmp_path)
     run = program("--save-every", 20, "--sleep", 0.1, goal=60)
     started = run.start("train")
@@ -160,12 +161,28 @@ def test_step_at_which_a_program_was_stopped_ends_no_interval(program, tmp_path,
     assert started.end().code == Exit.STOPPED
     stopped_at = latest_step(run)
     assert 20 < stopped_at < 60 and stopped_at % 20
+    return run, stopped_at
+
+
+@pytest.mark.weekly
+def test_step_at_which_a_program_was_stopped_ends_no_interval(stopped):
+    run, stopped_at = stopped
     assert run.forge("train").code == 0
     assert forge("export", str(run.folder), f"--config={run.config}", "--to=model").code == 0
     done = reproduced(run, "--intervals=9")
     assert done.code == 0, done.text
     assert stopped_at not in [one["last"] for one in certificate()["intervals"]]
     assert certificate()["steps_checked"] == 60
+
+
+def test_program_with_no_checkpoint_but_that_of_a_stop_is_refused_with_that_reason(stopped):
+    run, stopped_at = stopped
+    for step in (20, 40):
+        shutil.rmtree(run.paths.checkpoints / f"checkpoint-{step}", ignore_errors=True)
+    assert forge("export", str(run.folder), f"--config={run.config}", "--to=model").code == 0
+    done = reproduced(run)
+    assert done.code == Exit.DATA, done.text
+    assert f"steps at which launches ended, such as {stopped_at}" in done.text
 
 
 def test_plain_ddp_script_goes_on_bitwise_from_its_checkpoints(program, tmp_path, monkeypatch):
