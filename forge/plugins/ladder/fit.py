@@ -55,14 +55,6 @@ class Prediction(NamedTuple):
     high: float
 
 
-def fit(points: Sequence[Point], floor: float | None = None) -> Curve:
-    """Curve through the points. floor: E in bits per byte, fixed; None: fitted like the others.
-
-    ConfigError where the floor is not below all points."""
-    ladder = _Ladder(points, floor)
-    return ladder.curve(ladder.best())
-
-
 def forecast(
     points: Sequence[Point],
     targets: Sequence[tuple[int, int]],
@@ -73,7 +65,7 @@ def forecast(
     seed: int = 0,
 ) -> tuple[Curve, list[Prediction]]:
     """Curve through the points, and for each target (parameters, tokens) the interval that holds one new
-    run with probability `level`.
+    run with probability `level`. floor: E in bits per byte, fixed; None: fitted like the others.
 
     Bootstrap by cluster (Cameron, Gelbach & Miller 2008, doi:10.1162/rest.90.3.414): trunks are drawn
     with replacement, all points of a trunk together. To each draw's value every residual is added, with
@@ -81,7 +73,8 @@ def forecast(
     fitted constants, since the curve is nearer to its own points than to others (HC1 of MacKinnon & White
     1985, doi:10.1016/0304-4076(85)90158-7).
 
-    DataError where there are not more trunks than constants.
+    ConfigError where the floor is not below all points, DataError where there are not more trunks than
+    constants.
     """
     ladder = _Ladder(points, floor)
     best = ladder.best()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from forge.core.errors import ConfigError, DataError
-from forge.plugins.ladder.fit import Curve, Point, Prediction, fit, forecast, withheld
+from forge.plugins.ladder.fit import Curve, Point, Prediction, forecast, withheld
 from forge.plugins.ladder.records import WithheldSize
 
 SEEDS, BUDGETS = 3, (0.5, 1, 2)
@@ -52,6 +52,10 @@ def planted(rng: np.random.Generator, sizes: int = 5, noise: float = 1.0) -> Pla
     return Planted(curve, points, outcome.parameters, outcome.tokens, outcome.bpb)
 
 
+def curve_of(points: list[Point], floor: float | None = None) -> Curve:
+    return forecast(points, [], floor=floor, draws=1)[0]
+
+
 def forecast_of(ladder: Planted, floor: float | None, draws: int = 40) -> Prediction:
     target = ladder.parameters, ladder.tokens
     return forecast(ladder.points, [target], floor=floor, draws=draws)[1][0]
@@ -75,8 +79,8 @@ def test_interval_of_90_percent_holds_about_90_of_100_outcomes_and_is_narrow(
 def test_curve_without_noise_is_found_again() -> None:
     ladder = planted(np.random.default_rng(15556), noise=0)
     # Relative to the tokens and parameters, which are rounded.
-    assert fit(ladder.points) == pytest.approx(ladder.curve, rel=1e-3)
-    assert fit(ladder.points, ladder.curve.E) == pytest.approx(ladder.curve, rel=1e-3)
+    assert curve_of(ladder.points) == pytest.approx(ladder.curve, rel=1e-3)
+    assert curve_of(ladder.points, ladder.curve.E) == pytest.approx(ladder.curve, rel=1e-3)
     found = forecast_of(ladder, None)
     assert found == pytest.approx([ladder.outcome] * 3, rel=1e-4)
 
@@ -101,7 +105,7 @@ def test_fit_is_as_good_as_that_of_scipy_from_the_true_curve(floor_known: bool) 
         found = optimize.least_squares(
             residuals, np.log(ladder.curve[:free]), x_scale="jac", loss="huber", f_scale=1e-3
         )
-        ours = fit(ladder.points, ladder.curve.E if floor_known else None)
+        ours = curve_of(ladder.points, ladder.curve.E if floor_known else None)
         assert summed(ours) <= summed(Curve(*np.exp(found.x), *rest)) * (1 + 1e-6)
 
 
@@ -109,7 +113,7 @@ def test_one_wrong_rung_hardly_moves_the_curve() -> None:
     ladder = planted(np.random.default_rng(10102))
     wrong = [*ladder.points[:-1], ladder.points[-1]._replace(bpb=ladder.points[-1].bpb * 1.2)]
     before, after = (
-        fit(points).at(ladder.parameters, ladder.tokens) for points in (ladder.points, wrong)
+        curve_of(points).at(ladder.parameters, ladder.tokens) for points in (ladder.points, wrong)
     )
     assert after == pytest.approx(before, rel=0.01)
 
@@ -120,7 +124,7 @@ def test_same_seed_gives_the_same_interval_and_a_higher_level_a_wider_one() -> N
     first, again = (forecast(ladder.points, targets, draws=40) for _ in range(2))
     assert first == again
     curve, [told, of_more] = first
-    assert curve == fit(ladder.points) and of_more.bpb < told.bpb
+    assert curve == curve_of(ladder.points) and of_more.bpb < told.bpb
     assert forecast(ladder.points, targets[:1], draws=40)[1] == [told]
     [wider] = forecast(ladder.points, targets[:1], draws=40, level=0.99)[1]
     assert wider.low < told.low < told.bpb < told.high < wider.high
@@ -169,4 +173,4 @@ def test_too_few_trunks_for_an_interval_are_refused() -> None:
 def test_floor_above_a_loss_is_refused() -> None:
     ladder = planted(np.random.default_rng(3))
     with pytest.raises(ConfigError, match="a floor of 9 bits per byte is not between 0 and"):
-        fit(ladder.points, 9)
+        curve_of(ladder.points, 9)
