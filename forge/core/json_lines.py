@@ -101,7 +101,7 @@ def first_lines(path: Path, num_bytes: int) -> list[str]:
 
 
 class Follower:
-    """Reads the complete lines that are appended to a file."""
+    """Reads the lines that are appended to a file, once they are complete."""
 
     BLOCK = 2**20
 
@@ -111,9 +111,13 @@ class Follower:
         self._read = start
 
     def new_lines(self) -> list[str]:
-        """Lines completed since the last call, at most BLOCK bytes of them; the others come next."""
+        """Lines completed since the last call, at most BLOCK bytes of them; the others come next. A line
+        of more bytes, such as a progress bar without newlines, comes in pieces."""
         with disk_trouble(self.path, "read"), open_regular(self.path) as file:
             file.seek(self._read)
-            complete, newline, _ = file.read(self.BLOCK).rpartition(b"\n")
+            block = file.read(self.BLOCK)
+        complete, newline, rest = block.rpartition(b"\n")
+        if not newline and len(block) == self.BLOCK:
+            complete = rest
         self._read += len(complete + newline)
-        return complete.decode(errors="replace").split("\n") if newline else []
+        return complete.decode(errors="replace").split("\n") if complete or newline else []

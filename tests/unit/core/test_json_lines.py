@@ -78,6 +78,22 @@ def test_numbers_that_are_no_json_are_refused(tmp_path):
     assert not (tmp_path / "events.jsonl").exists()
 
 
+def test_follower_goes_on_behind_a_progress_bar_that_ends_no_line(tmp_path):
+    """A program draws it with \\r alone: `forge logs --follow` showed nothing after 1 MiB of it."""
+    log = tmp_path / "log"
+    bar = "\r 7%|steps" * (2 * json_lines.Follower.BLOCK // 10)
+    log.write_text(f"begun\n{bar}")
+    follower, read = json_lines.Follower(log), []
+    while lines := follower.new_lines():
+        read += lines
+    with open(log, "a") as file:
+        file.write("done\nnext\nhalf a")
+    while lines := follower.new_lines():
+        read += lines
+    assert (read[0], read[-1]) == ("begun", "next")
+    assert "".join(read[1:-1]) == f"{bar}done"
+
+
 def test_link_in_a_run_from_elsewhere_has_nothing_appended_to_its_target(tmp_path):
     (tmp_path / ".bashrc").write_text("# mine\n")
     (tmp_path / "events.jsonl").symlink_to(tmp_path / ".bashrc")
