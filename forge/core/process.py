@@ -199,10 +199,11 @@ def _sees_all() -> bool:
 
 
 def _state_and_start(pid: int) -> tuple[str, int] | None:
-    """State and start ticks, fields 3 and 22 of /proc/PID/stat (man 5 proc); None without a process."""
+    """State and start ticks, fields 3 and 22 of /proc/PID/stat (man 5 proc); None without a process, and
+    for another user's that /proc hides (hidepid 2), or shows and lets nobody read (1)."""
     try:
         return _parsed(Path(f"/proc/{pid}/stat").read_text(errors="replace"))
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
         return None
 
 

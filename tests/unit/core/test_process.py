@@ -173,6 +173,26 @@ def test_a_process_that_proc_hides_may_be_alive(monkeypatch, error, life):
     assert me.life() == life
 
 
+@pytest.mark.parametrize("hidepid", [1, 2])
+def test_process_of_another_user_is_alive_whatever_hidepid_proc_is_mounted_with(hidepid):
+    """With 1 its files may not be read, with 2 they are not there."""
+    code = (
+        "import os; from forge.core.process import Process\n"
+        "root = Process.current()\n"
+        "if not os.fork():\n"
+        "    os.setgroups([]); os.setgid(65534); os.setuid(65534)\n"
+        "    print(root.life(), flush=True); os._exit(0)\n"
+        "os.wait()"
+    )
+    mounted = f'mount -t proc -o hidepid={hidepid} proc /proc && echo mounted && exec "$@"'
+    unshared = ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", mounted, "sh"]
+    line = [*unshared, sys.executable, "-c", code]
+    done = subprocess.run(line, check=False, capture_output=True, text=True)
+    if not done.stdout.startswith("mounted\n"):
+        pytest.skip(f"may not mount /proc here: {done.stderr.strip()}")
+    assert done.stdout == "mounted\nalive\n", done.stderr
+
+
 def test_a_zombie_is_not_alive_and_neither_is_what_is_gone():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     seen = Process.of(child.pid)
