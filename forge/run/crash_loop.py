@@ -7,9 +7,9 @@ from pathlib import Path
 
 from forge.core import events
 from forge.core.errors import TrainingError
-from forge.run.launches import launches_of
+from forge.run.launches import LaunchHistory, launches_of
 
-_NO_RECORD = "it exited without a record: killed, or its node was lost"
+_NO_END = "no end is recorded: it was killed, its node was lost, or a disk was full"
 
 
 def refuse_if_stuck(log: Path, step: int, limit: int) -> None:
@@ -39,6 +39,13 @@ def launches_without_progress(log: Sequence[events.Event], step: int) -> list[st
         if launch.is_final or launch.begun is None or launch.begun.step != step:
             break
         if not launch.first(events.Preempted) and not any(end.by_person for end in launch.ends):
-            reason = launch.ending.text if launch.ending else _NO_RECORD
-            launches.insert(0, f"{launch.id}: {reason}")
+            launches.insert(0, f"{launch.id}: {_why(launch)}")
     return launches
+
+
+def _why(launch: LaunchHistory) -> str:
+    """The end of a launch; after a full disk, which is waited for, only what its ranks have recorded."""
+    if launch.ending:
+        return launch.ending.text
+    error = launch.first(events.RankError)
+    return error.message.split("\n")[0] if error else _NO_END

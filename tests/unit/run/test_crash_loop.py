@@ -4,7 +4,7 @@ import pytest
 from support import happenings
 
 from forge.core.errors import TrainingError
-from forge.core.events import record
+from forge.core.events import read, record
 from forge.run import crash_loop
 
 LIMIT = 3
@@ -29,11 +29,21 @@ def test_starts_at_the_same_step_end_with_the_reason_of_each(events):
         crash_loop.refuse_if_stuck(events, 40, LIMIT)
     told = str(caught.value)
     assert "3 launches in a row did not get beyond step 40" in told
-    assert [reason in told for reason in ("rank 1 is gone", "SIGUSR1", "without a record")] == [
+    assert [reason in told for reason in ("rank 1 is gone", "SIGUSR1", "no end is recorded")] == [
         True
     ] * 3
-    assert told.index("rank 1 is gone") < told.index("SIGUSR1") < told.index("without a record")
+    assert told.index("rank 1 is gone") < told.index("SIGUSR1") < told.index("no end is recorded")
     assert caught.value.code == 70
+
+
+def test_start_that_a_full_disk_ended_is_not_said_to_be_killed(events):
+    """No end of it is recorded, as it is tried again."""
+    full = happenings.rank_error("cannot write x: No space left on device\n  fix: free some")
+    tell(events, 40, full, 40, full, 40)
+    told = crash_loop.launches_without_progress(read(events), 40)
+    full = "cannot write x: No space left on device"
+    assert told[:2] == [f"start-0: {full}", f"start-2: {full}"]
+    assert told[2].endswith("or a disk was full")
 
 
 @pytest.mark.parametrize(
