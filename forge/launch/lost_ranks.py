@@ -26,8 +26,10 @@ PEER_LOST = "peer lost"  # ranks are launched again, and the job is requeued
 # The cause where a rank did not arrive and was not seen to end: its node is checked before it is used
 # again.
 HANG = "hang"
+# No record of a rank: Slurm has started none, and the job is requeued.
+NOT_STARTED = "not started by Slurm"
 # Another launch may not have these.
-RESTARTED_CAUSES = (PEER_LOST, HANG, GPU_FAULT, GPU_ERROR)
+RESTARTED_CAUSES = (PEER_LOST, HANG, GPU_FAULT, GPU_ERROR, NOT_STARTED)
 
 # Words of cudaGetErrorString (CUDA Runtime API, "Error Handling") for what only hardware or driver cause.
 _OF_HARDWARE = re.compile(

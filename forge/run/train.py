@@ -149,7 +149,7 @@ def _train_until_it_ends(
         try:
             record = _launch(program.on(layout), replace(start, layout=layout), hosts, step)
         except slurm.SlurmSilent as err:  # no rank was lost, and no node is to blame
-            return RankRecord("lost", code=err.code, cause=lost_ranks.PEER_LOST, message=err.what)
+            return RankRecord("lost", code=err.code, cause=lost_ranks.NOT_STARTED, message=err.what)
         if _waits_for_disk(record, start.job, attempt):
             attempt += 1
             continue
@@ -368,6 +368,11 @@ def _conclude(program: TrainingProgram, record: RankRecord, start: LaunchPlan) -
             fix="rerun the same command to resume",
         )
     _record_failure(config, paths, record)
+    if record.cause == lost_ranks.NOT_STARTED:
+        raise UnfitError(
+            f"no rank was started: {record.what}",
+            fix="ask `sinfo`; rerun the same command when Slurm answers and starts processes",
+        )
     if record.status == "lost" and (record.exit_status or 0) <= 0:
         raise UnfitError(
             f"ranks were lost, and restarts did not help: {record.what}",

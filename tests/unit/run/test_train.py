@@ -5,11 +5,12 @@ from support import happenings
 
 from forge.checkpoint.resume import CommittedCheckpoints
 from forge.core import events
-from forge.core.config import Config
+from forge.core.config import Config, checked
 from forge.core.errors import UnfitError
 from forge.core.machine import load_machine
 from forge.core.paths import RunPaths
 from forge.core.records import PreflightPass, StageRecord
+from forge.data.content_ids import resolve
 from forge.hosts.placement import Placement, WorldLayout
 from forge.launch import lost_ranks
 from forge.launch.launcher import LaunchPlan
@@ -378,6 +379,31 @@ def test_launches_that_lose_ranks_are_counted_across_requeues(paths):
         events.record(paths.events, happenings.lost(LOST.message))
         events.record(paths.events, happenings.requeue(LOST.cause, 0))
     assert len(train.crash_loop.launches_without_progress(events.read(paths.events), 0)) == 3
+
+
+def resolved(folder):
+    """The config of a run of 100 steps in this folder."""
+    (folder / "text.txt").write_text("some text")
+    values = {"run": "base", "results": str(folder), "train": {"max_steps": 100}}
+    values["tokenize"] = {"inputs": [str(folder / "text.txt")]}
+    return resolve(checked(Config, values, "the test"))
+
+
+def test_job_that_no_rank_was_started_for_is_not_said_to_have_lost_ranks(
+    trained, paths, monkeypatch
+):
+    """Where the requeue fails, too: it was told that the system had killed them."""
+
+    def launch(*_):
+        raise slurm.silent("srun: error: Unable to contact slurm controller")
+
+    monkeypatch.setattr(Program, "launch", launch)
+    program, record = trained()
+    program.config = resolved(paths.root)
+    with pytest.raises(UnfitError) as caught:
+        train._conclude(program, record, None)
+    assert caught.value.what.startswith("no rank was started: Slurm does not answer: srun: error")
+    assert "ask `sinfo`" in str(caught.value) and "lost" not in str(caught.value)
 
 
 def test_ranks_that_were_killed_before_their_last_save_are_reported():
