@@ -206,10 +206,13 @@ class ForgeTrainer(ForgeRun):
         )
 
     def _recorded_digest(self, step: int) -> str | None:
-        """The weights digest of the completed run at this step, from the event log."""
+        """The weights digest of the completed run at this step, from the event log; None where the run
+        has trained up to this step since, and was cut off before its digest was recorded."""
         for event in reversed(events.read(self.paths.events)):
             if isinstance(event, events.Completed) and event.step == step:
                 return event.weights_digest
+            if isinstance(event, events.Launch | events.Init) and event.step < step:
+                return None
         return None
 
     def _shards(self, *, is_staged: bool) -> str:

@@ -16,6 +16,7 @@ from forge.launch import lost_ranks
 from forge.launch.launcher import LaunchPlan
 from forge.launch.rank_records import RankRecord
 from forge.run import requeue, train
+from forge.run.programs import program_of
 from forge.slurm import slurm
 
 JOB = slurm.Job("42", "RUNNING", 0, ("n1", "n2"), 1, "gpu", "x", True, None)
@@ -404,6 +405,26 @@ def test_job_that_no_rank_was_started_for_is_not_said_to_have_lost_ranks(
         train._conclude(program, record, None)
     assert caught.value.what.startswith("no rank was started: Slurm does not answer: srun: error")
     assert "ask `sinfo`" in str(caught.value) and "lost" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("since", "is_complete"),
+    [
+        ([], True),
+        ([happenings.launch(100), happenings.init(100)], True),  # it was still there
+        ([happenings.launch(0), happenings.init(0)], False),
+        ([happenings.launch(100), happenings.init(50)], False),  # ranks found step 100 corrupt
+        ([happenings.launch(0), happenings.completed(100)], True),
+    ],
+)
+def test_digest_of_weights_that_were_trained_again_is_not_that_of_the_training_before(
+    tmp_path, since, is_complete
+):
+    """Killed between the commit and the event: trained.json had the digest of other weights."""
+    program = program_of(resolved(tmp_path))
+    for event in [happenings.launch(0), happenings.completed(100), *since]:
+        events.record(program.paths.events, event)
+    assert program.is_complete(100) == is_complete
 
 
 def test_ranks_that_were_killed_before_their_last_save_are_reported():
