@@ -54,7 +54,8 @@ _GLOG = re.compile(r"^\[?[EFWI](\d\d)(\d\d) (\d\d:\d\d:\d\d(?:\.\d+)?)")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 # How a subcommand's log ends when the subcommand has failed; a stop that was asked for is not an error.
 _LAST_WORD = re.compile(
-    r"^forge \w+: (?!.*(?: stopped at step |asks this run to stop|interrupted;))"
+    r"^forge \w+: (?!.*(?: stopped at step |asks this run to stop|interrupted;"
+    r"|; job \S+ resumes from step ))"
 )
 _GLOG_HEAD = re.compile(_GLOG.pattern + r"[^\]]*\] ")
 

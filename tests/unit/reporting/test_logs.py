@@ -152,6 +152,7 @@ def test_the_event_log_of_another_start_is_left_out(run, capsys):
         ("forge stage: no space on node02\n  fix:   free some\n", True),
         ("forge stage: no space on node02\n  fix:   free some\nstaged: 3 shards\n", False),
         ("forge train: base stopped at step 7 of 9 (SIGUSR1); a checkpoint is committed\n", False),
+        ("forge train: rank 1 of 2 is gone; job 42_7 resumes from step 40\n", False),
         (TRACEBACK + "forge train: this is a bug of Forge, please report it\n", True),
     ],
 )
