@@ -346,7 +346,8 @@ class _View:
         when = f"last written {clock(log.written)}" if words else "has written nothing"
         self.screen.line()
         self.screen.line(f"{who}, {when}: {shown}", "bold")
-        for time_of_line, text in list(zip(*dated(clean(words)), strict=True))[-self.lines :]:
+        rows = list(zip(*dated(clean(words)), strict=True))
+        for time_of_line, text in rows[max(0, len(rows) - self.lines) :]:
             line = f"{clock(time_of_line)} {text}" if time_of_line else text
             self.screen.line(f"  {line}", "red" if _is_error(text) else "")
 

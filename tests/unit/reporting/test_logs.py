@@ -385,6 +385,12 @@ def test_only_the_last_lines_are_shown(run, capsys):
     assert "line 97\n" in text and "line 99\n" in text and "line 96\n" not in text
 
 
+def test_no_lines_are_shown_where_none_are_wanted(run, capsys):
+    write(run, "12.0.node01.0.log", "banner\n")
+    text = shown(capsys, run, lines=0)
+    assert "the last 0 lines of" in text and "banner" not in text
+
+
 def test_a_huge_log_is_read_from_its_end(run, capsys):
     path = write(run, "12.0.node01.0.log", "")
     with open(path, "ab") as file:
