@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,11 +56,13 @@ def add_forecast(subcommands: Subcommands) -> None:
 def _budgets(text: str) -> list[float]:
     """The value of an option with positive numbers, sorted."""
     try:
-        numbers = sorted({float(one) for one in text.split(",")})
+        numbers = sorted(float(one) for one in text.split(","))
     except ValueError:
         numbers = [0.0]
     if not (numbers[0] > 0 and numbers[-1] < 1e6):
         raise argparse.ArgumentTypeError(f"{text!r:.80} is no list of positive numbers, as 0.5,1,2")
+    if twice := [one for one, following in pairwise(numbers) if one == following]:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} has {twice[0]:g} twice")
     return numbers
 
 
@@ -94,13 +97,18 @@ def _ladder(options: argparse.Namespace) -> None:
     text = with_rows(read_text(sheet, "sample sheet") if there else "", rows)
     _print_table(rows, options)
     print_plain(FORMULAS.format(plan=options, train=base.train, model=base.model))
+    is_new = not sheet.exists()
     if options.dry_run:
-        print_plain(f"{sheet} is unchanged (--dry-run)")
+        print_plain(f"{sheet} {'would be a new sheet' if is_new else 'is unchanged'} (--dry-run)")
         return
     ends = "\r\n" if there and b"\r\n" in sheet.read_bytes() else "\n"
     with disk_trouble(sheet), atomic_open(sheet) as file:
         file.write(text.replace("\n", ends).encode())
-    print_plain(f"{sheet}: {len(rows)} new rows; the target ladder trains and fits them")
+    named = f", with --config runs={sheet}," if options.sheet else ""
+    print_plain(
+        f"{sheet}{', a new sheet' if is_new else ''}: {len(rows)} new rows; the target ladder{named}"
+        " trains and fits them"
+    )
 
 
 def _print_table(rows: Sequence[LadderRow], options: argparse.Namespace) -> None:

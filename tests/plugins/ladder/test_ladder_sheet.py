@@ -107,8 +107,18 @@ def test_dry_run_shows_rows_and_their_cost_and_changes_nothing(
     )
 
 
-def test_new_sheet_of_its_own(sheet: Path) -> None:
-    assert cli.main(["ladder", *SMALL, "--sheet", "config/ladder.tsv", "--name", "l"]) == 0
+def test_new_sheet_of_its_own_is_said_to_be_new_and_how_the_workflow_takes_it(
+    sheet: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["ladder", *SMALL, "--sheet", "config/ladder.tsv", "--name", "l"]
+    assert cli.main([*own, "-n"]) == 0
+    made = sheet.with_name("ladder.tsv")
+    assert f"{made} would be a new sheet (--dry-run)\n" in capsys.readouterr().out
+    assert not made.exists()
+    assert cli.main(own) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert told.startswith(f"{made}, a new sheet: 33 new rows; ")
+    assert f"the target ladder, with --config runs={made}, trains" in told
     assert len(read_rows("config/ladder.tsv")) == 33
     assert "l-d4-s2-k0_4" in Path("config/ladder.tsv").read_text()
     assert "ladder" not in sheet.read_text()
@@ -134,6 +144,8 @@ REFUSED = {
     "a short forecast": (("--at", "0.06"), {}, "the shortest run of depth 5 would have 512 steps"),
     "no number": (("--budgets", "a"), {}, "is no list of positive numbers"),
     "half a layer": (("--depths", "1.5,2,3,4"), {}, "is no list of whole numbers"),
+    "a size twice": (("--forecast", "6,5,5"), {}, "--forecast: '6,5,5' has 5 twice"),
+    "a length twice": (("--budgets", "1,2,1.0"), {}, "--budgets: '1,2,1.0' has 1 twice"),
 }
 
 
