@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -14,7 +15,7 @@ from forge.checkpoint.checkpoints import RunCheckpoints
 from forge.checkpoint.resume import CommittedCheckpoints
 from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.core import events
-from forge.core.errors import DataError, OtherFormat
+from forge.core.errors import DataError, ForgeError
 from forge.core.events import Event
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths
@@ -23,10 +24,20 @@ from forge.core.program_settings import Program
 from forge.core.records import Lock
 from forge.hosts.lock import LOCK, WORKFLOW_LOCK, holder
 from forge.trainer import metrics
-from forge.trainer.metrics import StepLine, TrainLine
+from forge.trainer.metrics import EvalLine, StepLine, TrainLine
 
 TEXTS = ("run", "results", "data", "parent")  # keys of a config that are not sections
 METRICS_BYTES = 2**16  # some 300 lines of metrics.jsonl, for the newest step and the rate
+
+T = TypeVar("T")
+
+
+def _read(read: Callable[[], T], without: T) -> tuple[T, ForgeError | None]:
+    """The result of `read`; `without` and the reason where that cannot be read."""
+    try:
+        return read(), None
+    except ForgeError as err:
+        return without, err
 
 
 @dataclass
@@ -37,21 +48,18 @@ class RunFiles:
     now: float = field(default_factory=time.time)
 
     @cached_property
-    def _log(self) -> tuple[list[Event], DataError | None]:
-        try:
-            return events.read(self.paths.events), None
-        except DataError as err:
-            return [], err
+    def _log(self) -> tuple[list[Event], ForgeError | None]:
+        return _read(lambda: events.read(self.paths.events), [])
 
     @property
     def log(self) -> list[Event]:
-        """All events; none where the log is of another version of Forge."""
+        """All events; none where the log cannot be read, or is of another version of Forge."""
         return self._log[0]
 
     @property
-    def trouble(self) -> DataError | None:
-        """Why the event log or the lock cannot be read."""
-        return self._log[1] or self._lock[1]
+    def trouble(self) -> ForgeError | None:
+        """Why the event log, the lock or the metrics cannot be read."""
+        return self._log[1] or self._lock[1] or self._lines[1]
 
     @cached_property
     def launches(self) -> list[events.Launch]:
@@ -83,10 +91,13 @@ class RunFiles:
         return f"on {len(now)} of {len(whole)} nodes since step {step}, without {without}"
 
     @cached_property
+    def _lines(self) -> tuple[list[TrainLine | EvalLine | StepLine], ForgeError | None]:
+        return _read(lambda: metrics.read_last(self.paths.metrics, METRICS_BYTES), [])
+
+    @cached_property
     def steps(self) -> list[TrainLine | StepLine]:
         """The last training steps that were logged, oldest first."""
-        lines = metrics.read_last(self.paths.metrics, METRICS_BYTES)
-        return [line for line in lines if isinstance(line, TrainLine | StepLine)]
+        return [line for line in self._lines[0] if isinstance(line, TrainLine | StepLine)]
 
     @cached_property
     def steps_of_launch(self) -> list[TrainLine | StepLine]:
@@ -146,15 +157,13 @@ class RunFiles:
         return (last.step - first.step) / seconds if seconds > 0 else None
 
     @cached_property
-    def _lock(self) -> tuple[Lock | None, DataError | None]:
-        try:
-            return holder(self.paths.root), None
-        except OtherFormat as err:
-            return None, err
+    def _lock(self) -> tuple[Lock | None, ForgeError | None]:
+        return _read(lambda: holder(self.paths.root), None)
 
     @property
     def lock(self) -> Lock | None:
-        """The holder of the run's lock; None also where the lock is of another version of Forge."""
+        """The holder of the run's lock; None also where the lock cannot be read, or is of another version
+        of Forge."""
         return self._lock[0]
 
     @cached_property

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from forge.core import events, hooks
 from forge.core.config import Ids
-from forge.core.errors import DataError, OtherFormat, UnfitError
+from forge.core.errors import DataError, ForgeError, OtherFormat
 from forge.core.files import read_object_or_empty
 from forge.core.paths import RunPaths, tokens_folder
 from forge.core.records import BitsPerByte, Lock, PreflightResult, Validated, Validation
@@ -150,8 +150,8 @@ def judge(files: RunFiles, queue: Queue) -> RunState:
     try:
         verdict = _judged(files, job, queue)
         findings = hooks.findings(files.paths)
-    except (DataError, UnfitError) as err:
-        verdict = _Judgement("unknown", err.what, err.fix)
+    except ForgeError as err:
+        verdict = _Judgement("unknown", err.what, err.fix, [err.cause] if err.cause else ())
     report = files.paths.report
     is_reported = verdict.state == "validated" and report.exists()
     found = "; ".join(finding.text for finding in findings)

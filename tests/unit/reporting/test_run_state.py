@@ -165,6 +165,16 @@ def test_a_lock_of_another_version_is_reported_by_its_file(run):
     assert found.state == "unknown" and f"{lock} has format 9" in found.reason
 
 
+@pytest.mark.parametrize("name", ["events.jsonl", ".lock", "metrics.jsonl"])
+def test_a_file_that_cannot_be_read_is_the_reason_and_ends_no_command(run, name):
+    train(run)
+    path = run.paths.root / name
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    found = judged(run, None)
+    assert found.state == "unknown" and f"cannot read {path}: Is a directory" in found.reason
+
+
 # --- errors that no event tells --------------------------------------------------------------------
 
 
