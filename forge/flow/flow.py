@@ -68,6 +68,7 @@ class Flow:
         try:
             user_module.refuse_other_names(snakemake)
             self._read(values)
+            self.failed = runs.known_failures(self.runs) if self._is_main else {}
         except ForgeError as err:
             raise refusal(str(err)) from None
         except KeyboardInterrupt:
@@ -75,7 +76,6 @@ class Flow:
         if self._is_main and not user_module.is_read_again(snakemake):
             workflow_command.end_with_table(snakemake, self.runs, self._end_dry_run)
         self.waiting = family.waiting(self.runs)
-        self.failed = runs.known_failures(self.runs) if self._is_main else {}
         self._resumed: dict[str, int] = {}  # run -> step, filled when `resume` is the target
         # Where the user has changed a rule, Snakemake runs it.
         is_changed = user_module.is_read_again(snakemake)

@@ -16,7 +16,7 @@ from forge.core import hooks, project_plugins
 from forge.core.config import (
     ResolvedConfig,
 )
-from forge.core.errors import UnfitError
+from forge.core.errors import ForgeError, UnfitError
 from forge.core.files import (
     canonical,
     digest_bytes,
@@ -119,7 +119,8 @@ def end_with_table(
         if workflow.dryrun:
             end_dry_run()
         elif workflow.executor_plugin and not workflow.touch:
-            with suppress(OSError), chdir(project):  # the reader of our output may have left
+            # The reader of our output may have left, and a table is no reason to end with a traceback.
+            with suppress(OSError, ForgeError), chdir(project):
                 print_end([RunPaths.of(settings) for settings in runs.values()])
 
     atexit.register(end)

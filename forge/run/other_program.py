@@ -80,7 +80,8 @@ class OtherProgram:
         return export_sealed(self.checkpoints, self.program.export, to)
 
     def check_start(self, runs: Mapping[str, ResolvedConfig]) -> list[str]:
-        return []  # its checkpoints are verified before each launch
+        self.resumable_step()  # digests are verified before each launch
+        return []
 
     def resumable_step(self) -> int | None:
         latest = self.checkpoints.latest()

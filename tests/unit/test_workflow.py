@@ -273,6 +273,24 @@ def test_every_word_of_a_rules_shell_line_is_quoted():
     assert {word for word in words if not word.endswith(":q}")} == {"{threads}"}
 
 
+@pytest.fixture
+def at_exit(monkeypatch):
+    """What is called at the exit of this process."""
+    called = []
+    monkeypatch.setattr(workflow_command.atexit, "register", called.append)
+    return called
+
+
+def test_table_that_cannot_be_made_is_no_traceback(run, at_exit, monkeypatch):
+    def print_end(_):
+        raise UnfitError("cannot read a file of the run")
+
+    monkeypatch.setattr(workflow_command, "print_end", print_end)
+    workflow = SimpleNamespace(dryrun=False, executor_plugin="local", touch=False)
+    workflow_command.end_with_table(workflow, {"base": run}, lambda: None)
+    at_exit[0]()
+
+
 def test_a_disk_that_cannot_be_written_is_not_waited_for(run, monkeypatch):
     Path(run.results).write_text("a file where the directory of results should be")
     monkeypatch.setattr(workflow_command.time, "sleep", lambda _: pytest.fail("it waits"))

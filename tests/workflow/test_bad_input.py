@@ -73,6 +73,16 @@ def test_resume_without_a_checkpoint(project):
     assert "Start with the target `train`" in output
 
 
+def test_event_log_of_another_version(project):
+    log = project.path("events.jsonl")
+    log.parent.mkdir(parents=True)
+    log.write_text('{"event": "failed", "format": 9}\n')
+    code, output = project.snakemake("-n", "train")
+    assert code != 0
+    assert f"event `failed` in {log.relative_to(project.root)} has format 9" in output
+    assert "Traceback" not in output and 'File "' not in output
+
+
 def test_errors_of_the_corpus_name_file_and_place(project):
     bad = project.root / "corpus" / "bad.txt"
     bad.write_bytes(b"fine so far \xff\xfe no more")
