@@ -117,7 +117,8 @@ def end_with_table(
     def end() -> None:
         # Without an executor it was asked for something else, such as --dag or --unlock.
         if workflow.dryrun:
-            end_dry_run()
+            with chdir(project):
+                end_dry_run()
         elif workflow.executor_plugin and not workflow.touch:
             # The reader of our output may have left, and a table is no reason to end with a traceback.
             with suppress(OSError, ForgeError), chdir(project):

@@ -281,6 +281,16 @@ def at_exit(monkeypatch):
     return called
 
 
+def test_end_of_a_dry_run_is_looked_at_from_the_project(run, at_exit, monkeypatch):
+    """With --directory, Snakemake has gone back before: it looked for results where it was called."""
+    project, seen = Path.cwd(), []
+    workflow = SimpleNamespace(dryrun=True)
+    workflow_command.end_with_table(workflow, {"base": run}, lambda: seen.append(Path.cwd()))
+    monkeypatch.chdir(project.parent)
+    at_exit[0]()
+    assert (seen, Path.cwd()) == ([project], project.parent)
+
+
 def test_table_that_cannot_be_made_is_no_traceback(run, at_exit, monkeypatch):
     def print_end(_):
         raise UnfitError("cannot read a file of the run")
