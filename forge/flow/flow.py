@@ -342,7 +342,8 @@ class Flow:
         if submits:
             self._check_jobs(logger.warning)
         slurm = self.allocation.machine.slurm
-        workflow_command.take_over(self.runs, slurm, logger.info, submits=submits)
+        where = self._snakemake.rundir
+        workflow_command.take_over(self.runs, slurm, logger.info, submits=submits, given_in=where)
         rule_inputs.write_configs(self.runs, self.due)
         workflow_command.write_down(self.runs)
         settings, memory = self._snakemake.resource_settings, self._model_mem_mb

@@ -128,15 +128,22 @@ def end_with_table(
 
 
 def take_over(
-    runs: dict[str, ResolvedConfig], slurm: Slurm, say: Callable[[str], None], *, submits: bool
+    runs: dict[str, ResolvedConfig],
+    slurm: Slurm,
+    say: Callable[[str], None],
+    *,
+    submits: bool,
+    given_in: str,
 ) -> None:
     """Look after these runs until this Snakemake ends, as the only one.
 
     A second command must not start a second trainer: a living Snakemake that does the same, or a job
     that still trains one of the runs (a killed Snakemake leaves its jobs behind), is named and refused,
-    or waited for (slurm.when_running). Raises UnfitError. submits: whether the rules become Slurm jobs.
+    or waited for (slurm.when_running); so is one that cannot be judged from here, with what to do where
+    it is dead. Raises UnfitError. submits: whether the rules become Slurm jobs. given_in: directory in
+    which this command was given, and is given again after a wait.
     """
-    waited = False
+    said = ""
     name = adopt.controlled_name()
     if submits and not name and (warning := jobs.own_nodes()):
         say(warning)
@@ -148,15 +155,17 @@ def take_over(
                     held.enter_context(lock(root, "snakemake", name=WORKFLOW_LOCK))
                 if submits:
                     jobs.refuse_queued(runs, {j.id for j in adopt.adoptable(name)} if name else ())
-                if not waited:
+                if not said:
                     atexit.register(held.pop_all().close)
                     return
             # Other jobs may be due now: plan again.
+            os.chdir(given_in)  # words of the command may be relative paths, --directory among them
             os.execv(sys.executable, [sys.executable, "-m", "snakemake", *sys.argv[1:]])
         except UnfitError as err:
             is_of_disk = isinstance(err.__cause__, OSError)  # which no end of a job makes writable
             if slurm.when_running == "stop" or is_of_disk:
                 raise
-            say(f"waiting: {err.what}")
-            waited = True
+            if said != str(err):
+                said = str(err)
+                say(f"waiting: {said}")
             time.sleep(QUEUE_POLL_SEC)

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,9 +22,11 @@ from forge.core.paths import (
     tokenizer_folder,
     tokens_folder,
 )
-from forge.core.records import RunSettings
+from forge.core.process import Process
+from forge.core.records import Lock, RunSettings
 from forge.data.content_ids import resolve
 from forge.flow import resources, rule_inputs, runs, workflow_command
+from forge.hosts.lock import WORKFLOW_LOCK
 
 
 @pytest.fixture
@@ -305,4 +309,38 @@ def test_a_disk_that_cannot_be_written_is_not_waited_for(run, monkeypatch):
     Path(run.results).write_text("a file where the directory of results should be")
     monkeypatch.setattr(workflow_command.time, "sleep", lambda _: pytest.fail("it waits"))
     with pytest.raises(UnfitError, match="cannot write"):
-        workflow_command.take_over({"base": run}, Slurm(when_running="wait"), print, submits=False)
+        taken_over(run, print)
+
+
+def taken_over(run, say):
+    """take_over of a command that was given in the directory above the project's."""
+    waits, above = Slurm(when_running="wait"), str(Path.cwd().parent)
+    workflow_command.take_over({"base": run}, waits, say, submits=False, given_in=above)
+
+
+def test_holder_that_cannot_be_judged_is_waited_for_and_what_to_do_if_it_is_dead_is_said_once(
+    run, monkeypatch
+):
+    """A Snakemake on another login node; behind the wait the command is given again, where it was."""
+    path, above = RunPaths.of(run).root.absolute() / WORKFLOW_LOCK, Path.cwd().parent
+    holder = replace(Process.current(), host="login2", boot_id="of login2").to_json()
+    Lock(**holder, cluster=None, command="snakemake", restart=0).write(path)
+    pauses, said, begun = [], [], []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            path.unlink()
+
+    def execv(*_):
+        begun.append(Path.cwd())
+        sys.exit()
+
+    monkeypatch.setattr(workflow_command.time, "sleep", sleep)
+    monkeypatch.setattr(workflow_command.os, "execv", execv)
+    with pytest.raises(SystemExit):
+        taken_over(run, said.append)
+    [told] = said
+    assert told.startswith("waiting: ") and "on login2" in told
+    assert f"rm {Path(run.results) / 'base' / WORKFLOW_LOCK}" in told
+    assert (len(pauses), begun) == (3, [above])

@@ -6,11 +6,14 @@ one compares it with a run that nobody disturbed.
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
-from support.clone import kill_tree, make_project, wait
+from support.clone import DEADLINE_SEC, kill_tree, make_project, wait
 
 from forge.core import json_lines
+from forge.hosts.lock import WORKFLOW_LOCK, lock
 
 pytestmark = pytest.mark.default
 
@@ -81,6 +84,30 @@ def test_same_command_given_twice_is_refused_or_waits_and_the_first_is_not_distu
     assert "waiting: " in output
     assert first.communicate(timeout=60) and first.returncode == 0
     assert "Nothing to be done" in output
+
+
+def test_command_that_has_waited_is_given_again_where_it_was_given(project):
+    """With --directory it has left that directory, to which its own words are relative."""
+    project.machine(slurm={"when_running": "wait"})
+    name, said = project.root.name, project.root / "said"
+    words = ["--profile", str(project.root / "profiles/local"), "--until", "tokenize"]
+    words += ["--snakefile", f"{name}/workflow/Snakefile", "--directory", name]
+    with (
+        open(said, "w") as file,
+        lock(project.root / "results/base", "snakemake", name=WORKFLOW_LOCK),
+    ):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "snakemake", *words],
+            cwd=project.root.parent,
+            env=project.environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        wait(lambda: "waiting: " in said.read_text() or process.poll() is not None)
+    assert process.wait(DEADLINE_SEC) == 0, said.read_text()
+    assert f"stop it with: kill {os.getpid()}" in said.read_text()
+    assert list((project.root / "data/tokens").glob("*/manifest.json"))
 
 
 def launches(project):
