@@ -10,6 +10,7 @@ import tokenize as python_source
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from importlib import import_module
 from pathlib import Path
 from stat import S_ISREG
@@ -49,6 +50,8 @@ STDLIB_SKIPPED = frozenset(
 )
 
 MOST_NAMED = 3  # files, in a message
+# Of a path that is not there, or a link to nothing or to itself.
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 # Files that are rarely text of a corpus, though they may be.
 ABOUT = re.compile(
     r"(?i)(^|/)((readme|licen[cs]e|copying|notice|citation|changelog)\b[^/]*|[^/]*\.html?)$"
@@ -244,13 +247,14 @@ def _newest_commit(repo: Path) -> str:
 
 
 def _files_of(spec: str, own: re.Pattern[str] | None) -> Iterator[InputFile]:
+    # By os.path, which answers False in a directory that is closed: `_input_file` words the error.
     if spec == STDLIB:
         yield from _stdlib_files()
-    elif glob.has_magic(spec) and not Path(spec).exists():
-        for name in glob.iglob(spec, recursive=True):  # noqa: PTH207 (shell rules, cheaper)
+    elif glob.has_magic(spec) and not os.path.exists(spec):  # noqa: PTH110
+        for name in _matches(spec.split("/")):
             if not _is_missing_or_folder(name) and not _is_own(os.path.dirname(name), own, spec):  # noqa: PTH120
                 yield _input_file(os.path.normpath(name), name, spec)
-    elif Path(spec).is_dir():
+    elif os.path.isdir(spec):  # noqa: PTH112
         for path in _walk(spec, own=own):
             yield _input_file(os.path.normpath(path), path, spec)
     else:
@@ -276,7 +280,7 @@ def _is_missing_or_folder(path: str) -> bool:
     try:
         return not S_ISREG(os.stat(path).st_mode)  # noqa: PTH116 (thousands of them)
     except OSError as err:  # any other error is reported for the file
-        return err.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+        return err.errno in NOT_THERE
 
 
 def _input_file(name: str, path: str, spec: str) -> InputFile:
@@ -308,6 +312,54 @@ def _input_file(name: str, path: str, spec: str) -> InputFile:
         ) from None
 
 
+def _matches(parts: Sequence[str], folder: str = "") -> Iterator[str]:
+    """Paths that a glob, divided at its slashes, matches in a directory, as `glob.iglob` gives them. That
+    leaves out without a word what is in a directory which cannot be listed: here DataError.
+
+    folder: ends with a slash; "" for the working directory.
+    """
+    part, *rest = parts
+    if not glob.has_magic(part):
+        yield from _matches(rest, f"{folder}{part}/") if rest else [f"{folder}{part}"]
+        return
+    if part == "**" and rest:
+        yield from _matches(rest, folder)
+    for name, may_be_folder in _entries(folder or "."):
+        if name.startswith(".") and not part.startswith("."):
+            continue
+        path = f"{folder}{name}"
+        if part == "**":
+            if not rest:
+                yield path
+            if may_be_folder:
+                yield from _matches(parts, f"{path}/")
+        elif fnmatchcase(name, part):
+            if not rest:
+                yield path
+            elif may_be_folder:
+                yield from _matches(rest, f"{path}/")
+
+
+def _entries(folder: str) -> list[tuple[str, bool]]:
+    """Names in a directory, each with whether it may be a directory, as a link may; [] where `folder` is
+    none. Raises DataError."""
+    try:
+        with os.scandir(folder) as entries:
+            return [(e.name, e.is_symlink() or e.is_dir(follow_symlinks=False)) for e in entries]
+    except OSError as err:
+        if err.errno in NOT_THERE:
+            return []
+        raise _unlisted(folder, err) from None
+
+
+def _unlisted(folder: str, err: OSError) -> DataError:
+    return DataError(
+        f"cannot list {os.path.normpath(folder)}: {err.strerror}",
+        cause="text of the corpus may be in it",
+        fix="make the directory readable, or name what is beside it",
+    )
+
+
 def _walk(
     folder: str, skipped: frozenset[str] = frozenset(), own: re.Pattern[str] | None = None
 ) -> Iterator[str]:
@@ -315,9 +367,7 @@ def _walk(
     directory once."""
 
     def fail(err: OSError) -> None:
-        raise DataError(
-            f"cannot list {err.filename}: {err.strerror}", fix="make the directory readable"
-        ) from None
+        raise _unlisted(err.filename, err) from None
 
     seen = set()
     for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -165,3 +168,80 @@ def test_files_of_forge_are_none_of_a_programs_inputs_either() -> None:
     write("data/a.txt")
     own_files()
     assert [file.name for file in list_inputs(["data"], Config().own_folders)] == ["data/a.txt"]
+
+
+# --- directories that cannot be listed, and globs -----------------------------------------------------
+
+
+@contextmanager
+def bound_by_modes() -> Iterator[None]:
+    """The rights of another user, where the tests run as root, whom no mode of a file binds."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("in", "cannot list in/closed: Permission denied"),
+        ("in/**/*.jsonl", "cannot list in/closed: Permission denied"),
+        ("in/**", "cannot list in/closed: Permission denied"),
+        ("in/*/*.jsonl", "cannot list in/closed: Permission denied"),
+        ("in/*/b.jsonl", "cannot read in/closed/b.jsonl: Permission denied"),
+        ("in/closed/*.jsonl", "cannot list in/closed: Permission denied"),
+        ("in/closed/b.jsonl", "cannot read in/closed/b.jsonl: Permission denied"),
+        ("linked/*/*.jsonl", "cannot list linked/here: Permission denied"),
+    ],
+)
+def test_text_in_a_directory_that_is_closed_is_never_left_out_without_a_word(
+    tmp_path: Path, spec: str, message: str
+) -> None:
+    write("in/open/a.jsonl", ROWS)
+    closed = write("in/closed/b.jsonl", ROWS + ROWS).parent
+    Path("linked").mkdir()
+    Path("linked/here").symlink_to("../in/closed")
+    for folder in (tmp_path, Path("in"), Path("in/open"), Path("linked")):
+        folder.chmod(0o755)
+    closed.chmod(0)
+    with bound_by_modes(), pytest.raises(DataError, match=re.escape(message)):
+        names(spec)
+    closed.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("*.txt", "./*.txt", "*", "**", "**/*.txt", "a*/**/*.txt", "*/**/b/*", "**/b/**"),
+        *("*/b/c.txt", "*/*/", "*/x.txt/", "a//*.txt", ".h*/*", "*/.h*", "[!a]/*", "**/**/c.*"),
+        "{here}/*/x.txt",
+    ],
+)
+def test_a_glob_matches_what_globs_of_python_do(tmp_path: Path, spec: str) -> None:
+    here = (
+        "x.txt",
+        "a/x.txt",
+        "a/b/c.txt",
+        "a/.hidden/x.txt",
+        ".h/x.txt",
+        "z/x.txt",
+        "z/b/b/c.txt",
+    )
+    for name in (*here, "a/.h.txt", "z/b/c[1].txt"):
+        write(name, name)
+    Path("z/up").symlink_to("../a")
+    Path("dangling.txt").symlink_to("nowhere")
+    Path("loop").symlink_to("loop")
+    spec = spec.format(here=tmp_path)
+    files = {path for path in glob.glob(spec, recursive=True) if os.path.isfile(path)}  # noqa: PTH113, PTH207
+    if not files:
+        with pytest.raises(DataError, match="matches no files"):
+            names(spec)
+        return
+    listed = [file.name for file in corpus.list_named([spec])]
+    assert listed == sorted(map(os.path.normpath, files))
