@@ -509,11 +509,15 @@ def _write_text(
             encoded = encode(batch)
             parts: dict[Split, list[Ids]] = {split: [] for split in SPLITS}
             sizes: list[Bytes] = []
-            for document, ids in zip(batch, encoded, strict=True):
+            for number, (document, ids) in enumerate(zip(batch, encoded, strict=True)):
                 split = split_of(document, val_fraction)
                 parts[split].append(ids)
                 if split == "val":
-                    sizes.append(count_bytes(document, ids))
+                    try:
+                        sizes.append(count_bytes(document, ids))
+                    except NoFastEncoder as err:
+                        err.number = number
+                        raise
             try:
                 writers["train"].extend(parts["train"], eos)
                 writers["val"].extend(parts["val"], eos, sizes)
@@ -523,7 +527,10 @@ def _write_text(
             document = _document_name(files, num_documents + err.number)
             raise _unencodable(document, err.reason) from None
         except NoFastEncoder as err:
-            err.args = (f"{_document_name(files, num_documents + err.number)}: {err}",)
+            document = _document_name(files, num_documents + err.number)
+            if not _job.fast:
+                raise _changing_ids(document) from None
+            err.args = (f"{document}: {err}",)
             raise
         num_documents += len(batch)
         counter.add(batch, encoded)
@@ -579,6 +586,14 @@ def _unencodable(document: str, reason: str) -> DataError:
         cause="the tokenizer's vocabulary has no other ids for this text",
         fix="remove the text from the document, choose another tokenizer, "
         "or a tokenizer.eos_token that no text contains",
+    )
+
+
+def _changing_ids(document: str) -> DataError:
+    return DataError(
+        f"{document}: the tokenizer gives other ids when it encodes this text again",
+        cause="such as by `dropout` in its model: each time others are drawn",
+        fix="set dropout to null in its tokenizer.json, or choose another tokenizer",
     )
 
 

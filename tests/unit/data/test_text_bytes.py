@@ -13,6 +13,7 @@ from support import real_text
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from forge.core.config import Config, ResolvedConfig
+from forge.core.errors import DataError
 from forge.core.paths import STATISTICS, tokens_folder
 from forge.core.records import BitsPerByte, TextBytes
 from forge.data import content_ids, text_bytes
@@ -220,6 +221,19 @@ def test_text_that_a_tokenizer_loses_counts_its_bytes(tmp_path: Path) -> None:
     sizes = [np.fromfile(shard.bytes_path, "<u4") for shard in ShardSet.open(folder).val]
     documents = [text for text in DOCUMENTS if split_of(text, 0.4) == "val"]
     assert sum(int(size.sum()) for size in sizes) == sum(len(text.encode()) for text in documents)
+
+
+def test_text_of_which_the_ids_change_is_named_and_no_fault_of_gigatoken(tmp_path: Path) -> None:
+    parts = json.loads(bpe().to_str())
+    parts["model"]["dropout"] = 0.5
+    parts["normalizer"] = {"type": "Lowercase"}
+    documents = sorted(DOCUMENTS, key=lambda text: split_of(text, 0.4))
+    number = 1 + sum(split_of(text, 0.4) == "train" for text in documents)
+    with pytest.raises(DataError) as refused:
+        tokens(tmp_path, Tokenizer.from_str(json.dumps(parts)), documents)
+    assert f"text.txt, document {number}: the tokenizer gives other ids" in refused.value.what
+    assert "dropout" in refused.value.cause
+    assert "gigatoken" not in str(refused.value)
 
 
 def lossy() -> Tokenizer:
