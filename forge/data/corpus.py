@@ -65,7 +65,7 @@ class InputFile(NamedTuple):
     """A file of the corpus. Plain strings: a `Path` takes longer to make than a small file to read."""
 
     name: str
-    """The path as the config spells it, equal on every machine."""
+    """The path as the config spells it, equal on every machine. Its ending tells how the file is read."""
     location: str
     """Path of the file on this machine."""
     size: int
@@ -411,9 +411,9 @@ def read_documents(
     of the file after the last document. Raises DataError that names the file and the position that
     cannot be read.
     """
-    path, kind = file.location, _kind_of(file.location, settings)
+    path, kind = file.location, _kind_of(file.name, settings)
     utf8 = Utf8(path, settings.invalid_utf8, warn)
-    opened = TextInput(path, file.size, kind, settings, utf8, consumed, hasher)
+    opened = TextInput(file.name, path, file.size, kind, settings, utf8, consumed, hasher)
     with _read_trouble(path, kind):
         for document in _documents(opened, file.name):
             if document and not document.isspace():
@@ -434,12 +434,12 @@ def _documents(file: TextInput, name: str) -> Iterator[str]:
 def is_divisible(file: InputFile, settings: Tokenize) -> bool:
     """Return whether `document_separator` divides the file: text, but no module of the standard
     library."""
-    kind = _kind_of(file.location, settings)
+    kind = _kind_of(file.name, settings)
     return text_format(kind).is_divisible and not file.name.startswith(STDLIB)
 
 
-def _kind_of(path: str, settings: Tokenize) -> str:
-    return format_by_name(path) if settings.format == AUTO else settings.format
+def _kind_of(name: str, settings: Tokenize) -> str:
+    return format_by_name(name) if settings.format == AUTO else settings.format
 
 
 def text_format(kind: str) -> TextFormat:

@@ -25,6 +25,9 @@ Consumed = Callable[[int], None]
 class TextInput:
     """A file of text, as the reader of its format has it (`data.text_formats`)."""
 
+    name: str
+    """Whose ending tells whether the file is compressed; another than that of the location where somebody
+    has the file under whatever name."""
     location: str
     """Path of the file on this machine."""
     size: int
@@ -51,7 +54,7 @@ class TextInput:
 
     @contextmanager
     def open(self) -> Iterator[io.BufferedReader[Any]]:
-        """The bytes of the file, decompressed where its name ends in .gz, .zst or .zstd, in any case.
+        """The bytes of the file, decompressed where `name` ends in .gz, .zst or .zstd, in any case.
 
         Raises DataError where they begin as those of no text, EOFError for an empty compressed file, and
         what the libraries raise for a corrupt one.
@@ -64,7 +67,7 @@ class TextInput:
 
     @contextmanager
     def _opened(self) -> Iterator[io.BufferedReader[Any]]:
-        name = self.location.lower()
+        name = self.name.lower()
         if is_compressed(name) and not Path(self.location).stat().st_size:
             raise EOFError("it is empty")  # the libraries would read it as a file without text
         with io.BufferedReader(_ReportedFile(self), CHUNK_BYTES) as raw:

@@ -14,7 +14,7 @@ from forge.data.not_text import require_plain, require_text
 
 def documents(file: TextInput) -> Iterator[str]:
     """The documents of text."""
-    if file.size <= CHUNK_BYTES and not is_compressed(file.location):
+    if file.size <= CHUNK_BYTES and not is_compressed(file.name):
         yield from _of_small_file(file)
         return
     with file.open() as stream:

@@ -19,7 +19,6 @@ from forge.core.errors import ConfigError, DataError
 from forge.core.files import MAX_JSON_BYTES, canonical, digest_bytes, digest_file, write_json
 from forge.core.paths import MANIFEST, RunPaths, checkpoint_name, tokens_folder
 from forge.core.records import Evaluated, Record, RecordPart, validated
-from forge.core.scratch import scratch_directory
 from forge.core.terminal import say
 from forge.core.text_formats import TOKEN_FORMATS
 from forge.data.content_ids import resolve, single_corpora, tokens_settings
@@ -288,19 +287,14 @@ def _made_again(
     path: Path, stated: ContaminationPredicate, texts: str, loaded: Mapping[str, Any]
 ) -> tuple[ContaminationPredicate, Path]:
     """The predicate by these texts and tasks, and the path that the values by item have beside it."""
-    listed = [(source, entry) for source, one in stated.texts.items() for entry in one.files]
-    found = files_by_digest(texts, "--texts", [(e.name, e.size, e.digest) for _, e in listed])
-    places: dict[str, dict[str, str]] = {source: {} for source in stated.texts}
-    with scratch_directory("contamination") as scratch:
-        for number, (source, entry) in enumerate(listed):
-            # By its stated ending, which tells the format.
-            link = scratch / f"{number}-{verify.printable(Path(entry.name).name[-50:])}"
-            link.symlink_to(found[entry.digest].path.absolute())
-            places[source][entry.name] = str(link)
-        items = items_of(loaded, stated.evaluated.limit)
-        again = Searched(
-            stated.texts, stated.share, search(items, stated.share, stated.texts, places)
-        )
+    listed = [entry for one in stated.texts.values() for entry in one.files]
+    found = files_by_digest(texts, "--texts", [(e.name, e.size, e.digest) for e in listed])
+    places = {
+        source: {entry.name: found[entry.digest].location for entry in one.files}
+        for source, one in stated.texts.items()
+    }
+    items = items_of(loaded, stated.evaluated.limit)
+    again = Searched(stated.texts, stated.share, search(items, stated.share, stated.texts, places))
     beside = ItemValues.path(path.with_name(f"{path.name.removesuffix(NAME)}json"))
     values = ItemValues.read_if_there(beside)
     scores = [(score.task, score.metric, score.all) for score in stated.scores]
