@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import accumulate
 
 import numpy as np
 
@@ -59,6 +60,21 @@ class Stretch:
         order = self.mix.order
         sources, draws = order.locate(numbers)
         return order.windows(numbers.astype(np.uint64)), draws // np.array(order.sizes)[sources]
+
+    @cached_property
+    def first_windows(self) -> dict[str, int]:
+        """The number of the first window of each source."""
+        counts = [
+            sum(shard.num_windows(self.config.train.seq_len) for shard in shards.train)
+            for shards in self.tokens.by_source.values()
+        ]
+        return dict(zip(self.tokens.by_source, accumulate(counts, initial=0), strict=False))
+
+    def numbered_as(self, other: Stretch, windows: np.ndarray) -> np.ndarray:
+        """Windows of this stretch by their numbers in another one, which has the same sources or more."""
+        firsts = self.first_windows
+        shifts = np.array([other.first_windows[name] - first for name, first in firsts.items()])
+        return windows + shifts[np.searchsorted([*firsts.values()], windows, side="right") - 1]
 
     def place(self, window: int) -> tuple[str, ShardSet, Shard, int]:
         """Source, its tokens, shard and first token of a window."""

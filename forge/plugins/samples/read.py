@@ -13,9 +13,11 @@ import numpy as np
 from forge.checkpoint import directory, resume
 from forge.core.errors import ConfigError
 from forge.core.files import digest_file
-from forge.core.paths import checkpoint_step, tokenizer_folder
+from forge.core.paths import checkpoint_step, inputs_folder, tokenizer_folder
 from forge.core.terminal import progress
+from forge.data.content_ids import single_corpora
 from forge.data.corpus import InputFile
+from forge.data.inputs import HUB
 from forge.data.shards import Shard, ShardSet
 from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
 from forge.plugins.samples.order import Stretch
@@ -50,9 +52,13 @@ class RunSamples:
 
     @cached_property
     def _documents(self) -> dict[Path, TokenDocuments]:
-        decode = self.tokenizer.decode
+        decode, data = self.tokenizer.decode, self.own.config.data
+        names = [*self.own.config.ids.sources] or [""]
+        inputs = zip(names, single_corpora(self.own.config), strict=True)
+        downloads = {name: inputs_folder(data, one.ids.inputs) / HUB for name, one in inputs}
         return {
-            one.folder: TokenDocuments(one, decode, self._texts) for one in self.sources.values()
+            one.folder: TokenDocuments(one, decode, self._texts, downloads[name])
+            for name, one in self.sources.items()
         }
 
     # --- what a step has read -----------------------------------------------------------------------
@@ -65,7 +71,9 @@ class RunSamples:
         ranks = stretch.ranks(step)
         per_rank = len(windows) // ranks if ranks else 0
         samples = []
-        for row, (window, epoch) in enumerate(zip(windows.tolist(), epochs.tolist(), strict=True)):
+        numbers = stretch.numbered_as(self.own, windows)
+        rows = zip(windows.tolist(), numbers.tolist(), epochs.tolist(), strict=True)
+        for row, (window, number, epoch) in enumerate(rows):
             source, shards, shard, first = stretch.place(window)
             spans = self._documents[shards.folder].spans(
                 shard, first, first + stretch.config.train.seq_len + 1
@@ -75,7 +83,7 @@ class RunSamples:
                     "row": row,
                     "rank": row // per_rank if per_rank else None,
                     "source": source,
-                    "window": window,
+                    "window": number,
                     "epoch": epoch,
                     "shard": shard.path.name,
                     "token": first,
@@ -151,7 +159,8 @@ class RunSamples:
 
     def of_file(self, file: Path) -> list[dict[str, Any]]:
         """The training documents of an input file, which its digest names, with the steps that have read
-        some of them. ConfigError where no input of the run has this digest."""
+        some of them. ConfigError where no input of the run has this digest, DataError where it is not
+        known which documents they are."""
         digest = digest_file(file)
         if not any(d.parts_of(digest) for d in self._documents.values()):
             raise ConfigError(
@@ -159,6 +168,8 @@ class RunSamples:
                 cause="the file was changed since, or it is not in tokenize.inputs",
                 fix="name a phrase of the text: --text PHRASE",
             )
+        for documents in self._documents.values():
+            documents.take_file(digest, file)
         return self._found(
             [
                 TextPlace(source, shards, shard, span, 0)
@@ -227,6 +238,7 @@ class RunSamples:
                 for first in range(stretch.after + 1, stretch.last + 1, at_once):
                     count = min(at_once, stretch.last + 1 - first)
                     windows, epochs = stretch.read(first, count)
+                    windows = stretch.numbered_as(self.own, windows)
                     for step, row in np.argwhere(np.isin(windows, numbers)).tolist():
                         window = int(windows[step, row])
                         found[window].append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,8 @@ from forge.core.files import grouped
 from forge.core.text_formats import TOKEN_FORMATS
 from forge.core.tokenize_settings import Tokenize
 from forge.data import corpus
-from forge.data.corpus import STDLIB, InputFile
+from forge.data.corpus import STDLIB, TOPICS, InputFile
+from forge.data.hub import SCHEME
 from forge.data.shards import InputEntry, Shard, ShardSet
 from forge.data.tokenize import split_of
 
@@ -61,9 +63,12 @@ class TokenDocuments:
         shards: ShardSet,
         decode: Callable[[list[int]], str],
         texts: Mapping[str, InputFile] | None = None,
+        downloads: Path | None = None,
     ) -> None:
-        """texts: by digest, in place of the files that the manifest names."""
+        """texts: by digest, in place of the files that the manifest names. downloads: directory of the
+        files of a hub."""
         self.shards, self._decode, self._texts = shards, decode, texts
+        self._downloads, self._given = downloads, dict[str, InputFile]()
         manifest = shards.manifest
         self._settings: dict[str, Any] = manifest.settings
         self._is_text = manifest.settings.get("format") not in TOKEN_FORMATS
@@ -97,18 +102,19 @@ class TokenDocuments:
         if self.shards.masked:
             text = self._text(shard, span.start)
             of_part = ", ".join(entry.name for entry in self._parts[part])
-            return next((o for o in self.origins(part) if o.text == text), Origin(one_of=of_part))
+            return next(
+                (o for o in self.origins(part)[0] if o.text == text), Origin(one_of=of_part)
+            )
         earlier = [
             entry.documents
             for entry in self.shards.manifest.splits["train"]
             if _part(self.shards.folder / entry.file) == part and entry.file < shard.path.name
         ]
-        found = self.origins(part)
+        found, num_files = self.origins(part)
         place = sum(earlier) + span.number
         if place < len(found):
             return found[place]
-        there = {origin.input for origin in found}
-        names = [entry.name for entry in self._parts[part] if entry.name not in there]
+        names = [entry.name for entry in self._parts[part][num_files:]]
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         return Origin(one_of=", ".join(names[:MOST_NAMED]) + more)
 
@@ -126,54 +132,87 @@ class TokenDocuments:
             if any(entry.digest == digest for entry in entries)
         ]
 
+    def take_file(self, digest: str, file: Path) -> None:
+        """Read the documents of this digest from a file, whatever its name is. DataError where it is not
+        known which documents of the tokens they are."""
+        self._given[digest] = InputFile(str(file), str(file), file.stat().st_size)
+        self.origins.cache_clear()
+        parts = self.parts_of(digest)
+        if parts and not self._is_text:
+            raise DataError(
+                f"cannot tell which documents are of {file}: it has ids of another program",
+                fix="name a phrase of the text: --text PHRASE",
+            )
+        for part in parts:
+            entries, num_files = self._parts[part], self.origins(part)[1]
+            if any(entry.digest == digest for entry in entries[num_files:]):
+                raise DataError(
+                    f"cannot tell which documents are of {file}: {entries[num_files].name} is not here"
+                    " as it was",
+                    cause="documents are counted through the files that were tokenized together",
+                    fix="restore it, or name a phrase of the text: --text PHRASE",
+                )
+
     def shards_of(self, part: int) -> list[Shard]:
         """The training shards of a part, in order."""
         return [shard for shard in self.shards.train if _part(shard) == part]
 
-    def _origins(self, part: int) -> list[Origin]:
-        """Origins of the training documents of a part, up to the first file that is not here."""
+    def _origins(self, part: int) -> tuple[list[Origin], int]:
+        """Origins of the training documents of a part, up to the first file that is not here, and the
+        number of files before that one."""
         found: list[Origin] = []
-        for entry in self._parts[part]:
+        for num_files, entry in enumerate(self._parts[part]):
             documents = self._read(entry)
             if documents is None:
-                break
+                return found, num_files
             found += [
                 Origin(entry.name, entry.digest, number, text)
                 for number, text in enumerate(documents, start=1)
                 if split_of(text, self._settings["val_fraction"]) == "train"
             ]
-        return found
+        return found, len(self._parts[part])
 
     def _read(self, entry: InputEntry) -> list[str] | None:
         """Documents of an input file; None where it is not here or has other bytes."""
-        file = _file_of(entry) if self._texts is None else self._texts.get(entry.digest)
+        file = self._file_of(entry)
         keys = {key: value for key, value in self._settings.items() if key in Tokenize.model_fields}
         settings = Tokenize.model_validate({**keys, "inputs": [entry.name]})
         hasher = blake3.blake3()
         try:
-            if file is None or not file.path.is_file():
+            if file is None or not os.path.isfile(file.location):  # noqa: PTH113
                 return None
-            documents = corpus.read_documents(file, settings, warn=lambda _: None, hasher=hasher)
+            # By the ending that the manifest has, which tells the format.
+            named = file._replace(name=entry.name)
+            documents = corpus.read_documents(named, settings, warn=lambda _: None, hasher=hasher)
             texts = list(documents)
         except DataError:
             return None
         return texts if hasher.hexdigest() == entry.digest else None
+
+    def _file_of(self, entry: InputEntry) -> InputFile | None:
+        """An input file: the one that was given for its digest, else by the name that the manifest has;
+        None where it is not there or its size differs."""
+        if entry.name == TOPICS:  # read from this Python, wherever the file is
+            return _library().get(TOPICS)
+        if given := self._given.get(entry.digest):
+            return given
+        if self._texts is not None:
+            return self._texts.get(entry.digest)
+        if entry.name.startswith(STDLIB):
+            return _library().get(entry.name)
+        path = Path(entry.name)
+        if entry.name.startswith(SCHEME) and self._downloads:
+            path = self._downloads / entry.name.removeprefix(SCHEME)
+        # By os.path: False in a closed directory.
+        if os.path.isfile(path) and path.stat().st_size == entry.size:  # noqa: PTH113
+            return InputFile(entry.name, str(path), entry.size)
+        return None
 
 
 def _part(shard: Shard | Path) -> int:
     """The number of the part that a shard is of, which its name has (`data.shards`)."""
     path = shard if isinstance(shard, Path) else shard.path
     return int(path.name.split("-")[1])
-
-
-def _file_of(entry: InputEntry) -> InputFile | None:
-    """An input file by the name that the manifest has; None where its size differs."""
-    if entry.name.startswith(STDLIB):
-        return _library().get(entry.name)
-    path = Path(entry.name)
-    if path.is_file() and path.stat().st_size == entry.size:
-        return InputFile(entry.name, entry.name, entry.size)
-    return None
 
 
 @functools.cache

@@ -3,7 +3,9 @@ rank, after a change of ranks, weights or seed; a document of another file; a st
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
 import random
 import shutil
 import subprocess
@@ -17,9 +19,12 @@ import pytest
 import yaml
 from support import real_text
 from support.batches import batches, record_batches
+from support.hub import served
 from support.live_run import TINY, TWO_RANKS, Run, forge, make_run
 
 from forge.core.paths import RunPaths
+from forge.data.end_token import TRAINED_EOS
+from forge.plugins.samples.of_export import texts_in
 from forge.plugins.samples.order import stretches
 from forge.plugins.samples.read import RunSamples
 
@@ -31,19 +36,30 @@ TRAIN = {
     **{"checkpoint_every": 6, "keep_every": 6, "eval_every": 24},
 }
 LIBRARY = Path(json.__file__).parents[1]
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog"]
 
 
-def make_project(root: Path, tokenize: dict, **train: object) -> Path:
-    """A config in a directory, tokenized."""
+def write_config(
+    root: Path, tokenize: dict, tokenizer: dict = TINY["tokenizer"], **train: object
+) -> Path:
     values = {
         **TINY,
+        "tokenizer": tokenizer,
         "data": str(root / "data"),
         "tokenize": {"val_fraction": 0.2, **tokenize},
         "train": {**TINY["train"], **TRAIN, **train},
     }
     (root / "config.yaml").write_text(yaml.safe_dump(values))
+    return root / "config.yaml"
+
+
+def make_project(
+    root: Path, tokenize: dict, tokenizer: dict = TINY["tokenizer"], **train: object
+) -> Path:
+    """A config in a directory, tokenized."""
+    config = write_config(root, tokenize, tokenizer, **train)
     for verb in ("tokenizer", "tokenize"):
-        outcome = forge(verb, str(root / "config.yaml"))
+        outcome = forge(verb, str(config))
         assert outcome.code == 0, outcome.text
     return root
 
@@ -157,6 +173,43 @@ def test_every_step_that_has_read_a_text_is_found_and_no_other(child: Run, mixed
     assert GOAL in {read["step"] for place in of_file for read in place["steps"]}
 
 
+def test_steps_of_a_parent_are_told_of_a_child_that_has_a_further_source(
+    mixed: Path, tmp_path: Path
+) -> None:
+    """One that sorts before the parent's: windows have other numbers in the child."""
+    [tokenizer] = (mixed / "data/tokenizers").glob("*/tokenizer.json")
+    of_path = {"source": "path", "path": str(tokenizer), "eos_token": TRAINED_EOS}
+    sources = yaml.safe_load((mixed / "config.yaml").read_text())["tokenize"]["sources"]
+    make_project(tmp_path, {"sources": sources}, of_path)
+    base = trained(make_run(tmp_path, tmp_path / "results", "base", ()))
+    further = {"inputs": [f"{LIBRARY}/logging/*.py"], "document_separator": "\n\n"}
+    make_project(tmp_path, {"sources": {"about": further, **sources}}, of_path)
+    child = replace(
+        base,
+        folder=base.folder.with_name("child"),
+        overrides=(*base.overrides, "--run=child", "--parent=base@12"),
+    )
+    samples = samples_of(trained(child), tmp_path)
+    assert samples.own.first_windows["code"] > 0 == samples.stretches[0].first_windows["code"]
+    part = max(samples.of_step(3)[0]["documents"], key=lambda one: len(one["text"]))
+    found = samples.of_text(part["text"][5:60])
+    places = set()
+    for window in {window for place in found for window in place["windows"]}:
+        source, _, shard, first = samples.own.place(window)
+        places.add((source, shard.path.name, first))
+    expected = {
+        (step, row["row"], row["window"])
+        for step in range(1, GOAL + 1)
+        for row in samples.of_step(step)
+        if (row["source"], row["shard"], row["token"]) in places
+    }
+    told = {
+        (read["step"], read["row"], read["window"]) for place in found for read in place["steps"]
+    }
+    assert told == expected
+    assert (3, 0) in {(step, row) for step, row, _ in told}
+
+
 @pytest.mark.tools
 def test_every_step_that_has_read_a_verse_and_a_page_is_named(tmp_path: Path) -> None:
     bible, help_pages = real_text.book_of_ruth(), real_text.help_pages("ja")
@@ -206,9 +259,8 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Forty files of words and one of random characters."""
     root, numbers = tmp_path_factory.mktemp("planted"), random.Random(7)
     (root / "texts").mkdir()
-    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog"]
     for n in range(40):
-        text = " ".join(numbers.choice(words) for _ in range(300))
+        text = " ".join(numbers.choice(WORDS) for _ in range(300))
         (root / "texts" / f"{n:02}.txt").write_text(text)
     characters = [chr(code) for code in range(0x21, 0x7F)]
     nonsense = "".join(numbers.choice(characters) for _ in range(900))
@@ -285,6 +337,33 @@ def test_file_that_has_changed_since_is_not_quoted_and_its_text_is_found_by_a_ph
         assert str(path) in places[0]["one_of"]
     finally:
         path.write_text(original)
+
+
+def test_file_is_found_by_its_digest_under_another_name(
+    over_an_epoch: Run, planted: Path, tmp_path: Path
+) -> None:
+    path, moved = planted / "texts/00.txt", tmp_path / "moved.jsonl"
+    expected = samples_of(over_an_epoch, planted).of_file(path)
+    try:
+        path.rename(moved)
+        assert samples_of(over_an_epoch, planted).of_file(moved) == expected != []
+    finally:
+        moved.rename(path)
+
+
+def test_file_after_one_that_has_changed_is_refused_by_the_name_of_that_one(
+    over_an_epoch: Run, planted: Path
+) -> None:
+    first, *others = sorted((planted / "texts").glob("*.txt"))
+    samples, original = samples_of(over_an_epoch, planted), first.read_text()
+    path = next(path for path in others if samples.of_file(path))
+    try:
+        first.write_text(original.replace("cat", "cow"))
+        done = command(over_an_epoch, planted, "--file", str(path))
+        assert done.returncode == 65, done.stdout
+        assert f"cannot tell which documents are of {path}: {first} is not here" in done.stderr
+    finally:
+        first.write_text(original)
 
 
 @pytest.mark.parametrize(
@@ -388,3 +467,55 @@ def test_export_of_a_child_over_sources_is_refused_by_what_its_statement_lacks(
     done = of_export(export, mixed / "data", texts, "--step", "14")
     assert done.returncode == 65
     assert "began with base@12, and the statement does not say how many samples" in done.stderr
+
+
+# --- files of a hub, and under other names ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_hub(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """A project whose text is on a hub, rows of which a file is compressed, and a run in it."""
+
+    def rows(seed: int) -> bytes:
+        numbers = random.Random(seed)
+        texts = (" ".join(numbers.choices(WORDS, k=60)) for _ in range(60))
+        return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+    root = tmp_path_factory.mktemp("hub")
+    files = {"en/a.jsonl": rows(1), "en/b.jsonl.gz": gzip.compress(rows(2))}
+    tokenize = {"inputs": ["hf://datasets/team/texts@main/en/*"]}
+    with served({"datasets/team/texts": files}) as hub:
+        environ = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+        done = subprocess.run(
+            [sys.executable, "-m", "forge", "inputs", str(write_config(root, tokenize))],
+            env=environ | {"HF_ENDPOINT": hub.url, "HF_HOME": str(root / "home")},
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+    assert done.returncode == 0, done.stderr
+    project = make_project(root, tokenize)
+    return project, trained(make_run(project, project / "results", "base", ()))
+
+
+def test_documents_of_a_hub_are_named_as_the_manifest_names_them(of_hub: tuple[Path, Run]) -> None:
+    project, run = of_hub
+    rows = [row for step in range(1, GOAL + 1) for row in samples_of(run, project).of_step(step)]
+    assert {part["input"] for row in rows for part in row["documents"]} == {
+        "hf://datasets/team/texts/en/a.jsonl",
+        "hf://datasets/team/texts/en/b.jsonl.gz",
+    }
+
+
+def test_texts_under_other_names_are_read_by_the_endings_that_they_had(
+    of_hub: tuple[Path, Run], tmp_path: Path
+) -> None:
+    project, run = of_hub
+    downloads = sorted((project / "data/inputs").glob("*/hub/datasets/team/texts/en/*"))
+    for number, path in enumerate(downloads):
+        shutil.copy(path, tmp_path / f"{number:04d}")
+    data = str(project / "data")
+    renamed = RunSamples(stretches(RunPaths(run.folder), data), data, texts_in(str(tmp_path)))
+    for step in (3, GOAL):
+        assert renamed.of_step(step) == samples_of(run, project).of_step(step)
