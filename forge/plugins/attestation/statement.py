@@ -80,7 +80,7 @@ def write_statement(export: Path, saved: SavedRun, *, is_full: bool = False) -> 
 
 
 def _note(links: Sequence[ChainLink], is_full: bool) -> str:
-    """What a reader finds of the absolute paths in these links; "" where they have none."""
+    """Note on the absolute paths that a reader of these links finds; "" without one."""
     stated = [link for link in links if is_full or not isinstance(link, LaunchesMade)]
     if not (absolute := sorted({*absolute_paths([one.model_dump(mode="json") for one in stated])})):
         return ""
