@@ -27,6 +27,7 @@ PATIENCE_SEC = 3.0
 LOOPBACK = "127.0.0.1"  # where ranks of one node meet: nobody listens to other hosts
 # A resolver that does not answer is asked for 10 s and more.
 RESOLVE_SEC = 30.0
+PROBE_SEC = 60.0  # for the first node, which may have to import Forge from a slow file system
 
 # Prints Slurm's name of a node that does not resolve the name $1. Without Python, which many nodes at
 # once start slowly from a shared file system.
@@ -107,12 +108,15 @@ def endpoint(
     hosts: Sequence[str],
     python: str,
     container: Container | None = None,
+    *,
+    timeout_sec: float = PROBE_SEC,
 ) -> tuple[str, int]:
     """Host of the rendezvous, and a port for it that is free on the first node of the ranks.
 
     job_id: the Slurm job that has the nodes; not used where this host is the only one. hosts: those of
-    the ranks, in rank order. python: the interpreter of the ranks, in their container. Raises
-    EndpointError where the host is not the first node, or none of the ports that may be used is free.
+    the ranks, in rank order. python: the interpreter of the ranks, in their container. timeout_sec: for
+    the answer of the first node. Raises EndpointError where the host is not the first node, or none of
+    the ports that may be used is free; NodeUnfit where the first node does not answer; SlurmSilent.
     """
     head, asked, ports = hosts[0], host(fabric, ""), _ports(fabric)
     limits = [ports[0], ports[-1]] if ports else None
@@ -122,7 +126,9 @@ def endpoint(
         words = [python, "-m", "forge.hosts.rendezvous", json.dumps([asked, limits])]
         options = container.srun_options if container else ()
         line = inside(container, words)
-        answer = json.loads(slurm.output_on(job_id, head, line, options=options))
+        answer = json.loads(
+            slurm.output_on(job_id, head, line, options=options, timeout_sec=timeout_sec)
+        )
     refuse(fabric, head, answer["trouble"])
     if answer["port"] is None:
         raise _no_free_port(ports, head)

@@ -92,7 +92,8 @@ def run_ranks(
     checkpoint: to resume from, for nodes that do not see the run's directory (`stage.results`).
     The outcome comes from the rank records, never from the exit status of the launch command: torchrun
     turns every code into 1. A rank without a record is `lost`. Raises SlurmSilent where Slurm itself is
-    the reason that no rank starts, and as `Hooks.run_directories`.
+    the reason that no rank starts, NodeUnfit where the first node does not answer, EndpointError, and
+    as `Hooks.run_directories`.
 
     In the directory of a run: with its lock held, and after `wait_for_orphans`.
     """
@@ -103,7 +104,10 @@ def run_ranks(
         job_id = job.id if job else ""
         python = placement.python(python)
         hosts, container = placement.hosts, placement.container
-        master = rendezvous.endpoint(machine.fabric, job_id, hosts, python, container)
+        sec = min(deadline_sec or rendezvous.PROBE_SEC, rendezvous.PROBE_SEC)
+        master = rendezvous.endpoint(
+            machine.fabric, job_id, hosts, python, container, timeout_sec=sec
+        )
     spec = _spec(task, paths, machine, layout, placement, master=master)
     spec.write(spec.path)
     reserve(spec)

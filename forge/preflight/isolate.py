@@ -28,6 +28,7 @@ from forge.launch.lost_ranks import PEER_LOST
 from forge.launch.rank_records import PreflightTask, RankRecord
 from forge.preflight.bisection import Group, NoTimeLeft, SearchResult, find_broken
 from forge.preflight.rank_checks import rank_checks
+from forge.slurm.slurm import NodeUnfit
 
 # What each further node, and each rank on it, adds to the deadline of one node: srun starts more
 # processes, and every rank reads a key of every other one from the store of rank 0 and connects to it. A
@@ -76,7 +77,10 @@ class Trial:
     deadline_sec: float
 
     def run(self) -> Result:
-        """Launch the ranks; their checks, or a failed one that says why they did not complete."""
+        """Launch the ranks; their checks, or a failed one that says why they did not complete.
+
+        Raises SlurmSilent, and UnfitError where the fault is of none of these nodes, such as a full disk.
+        """
         started = time.time()
         try:
             record = run_ranks(
@@ -92,6 +96,9 @@ class Trial:
             return Result([Check(ENDPOINT, "fail", err.what, err.fix, err.cause)])
         except NodesFailed as err:
             return Result([Check("rendezvous", "fail", err.what, err.fix, err.cause)])
+        except NodeUnfit as err:
+            fix = "leave the node out (slurm.exclude in machine.yaml), or repair it"
+            return Result([Check("rendezvous", "fail", err.what, fix, err.cause)])
         if record.status == "completed":
             return Result(list(rank_checks(record, self.layout, self.machine)))
         late = time.time() - started >= self.deadline_sec

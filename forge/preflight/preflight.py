@@ -125,9 +125,9 @@ def preflight(config: ResolvedConfig, machine: Machine, layout: WorldLayout) -> 
     which lists the healthy nodes. The first layout.nodes of them train; where fewer are healthy and
     slurm.shrink allows that, as many as can.
 
-    Writes preflight.json and preflight.tsv, passed or not. Raises UnfitError that names every unhealthy
-    node where too few are left. Takes as long as `_limits` says at most, and the time for which Slurm
-    itself starts no process; raises SlurmSilent when that does not pass.
+    Writes preflight.json and preflight.tsv once the nodes are checked, passed or not. Raises UnfitError
+    that names every unhealthy node where too few are left. Takes as long as `_limits` says at most, and
+    the time for which Slurm itself starts no process; raises SlurmSilent when that does not pass.
     """
     started = time.time()
     check_layout(machine, layout, config)

@@ -273,16 +273,12 @@ def _launch(
     _end_if_stuck(program, start.machine, program.first_step if step is None else step)
     try:
         return program.launch(start, hosts, step)
-    except (
-        nodes.NodesFailed
-    ) as err:  # those that do not see `results` could not be given what they need
-        return RankRecord(
-            "lost",
-            code=err.code,
-            cause=lost_ranks.PEER_LOST,
-            message=err.what,
-            host=next(iter(err.failures)),
-        )
+    except (nodes.NodesFailed, slurm.NodeUnfit) as err:
+        # Nodes that do not see `results` could not be given what they need, or the first node of the
+        # ranks named no port at which they could meet.
+        failed = err.failures if isinstance(err, nodes.NodesFailed) else hosts.hosts
+        host, cause = next(iter(failed)), lost_ranks.PEER_LOST
+        return RankRecord("lost", code=err.code, cause=cause, message=err.what, host=host)
     except DiskFull as err:  # before any rank started
         if start.job is None:
             raise

@@ -78,6 +78,10 @@ class Superseded(UnfitError):
     """A later start of the job runs: Slurm took this one for dead, whose node it did not reach."""
 
 
+class NodeUnfit(UnfitError):
+    """A node of the job does not run a command."""
+
+
 @dataclass(frozen=True)
 class Job:
     """A job as shown by `scontrol show job`."""
@@ -533,14 +537,14 @@ def output_on(
     options: Sequence[str] = (),
 ) -> str:
     """The output of a short command on one node of the job, without what a site's task prolog prints
-    before it. options: more of srun. Raises UnfitError that names the node, and SlurmSilent."""
+    before it. options: more of srun. Raises NodeUnfit that names the node, and SlurmSilent."""
     line = srun(job_id, [host], options=("--overlap", "--gres=none", *options))
     marked = ["sh", "-c", f'echo {_OWN_OUTPUT}; exec "$@"', "sh", *command]
     output, trouble = run_step([*line, *marked], timeout_sec=timeout_sec)
     if is_slurms_own(trouble):
         raise silent(trouble)
     if trouble:
-        raise UnfitError(
+        raise NodeUnfit(
             f"node {host} cannot run {command[0]}: {trouble}",
             cause="the node is down, or does not see this Python",
             fix="run the target preflight, which names unhealthy nodes",

@@ -28,7 +28,7 @@ from pathlib import Path
 import forge
 from forge.core import project_plugins
 from forge.core.config import Config
-from forge.core.errors import ConfigError, UnfitError
+from forge.core.errors import ConfigError
 from forge.core.files import private_root, short_id
 from forge.core.machine import Machine, StageSettings
 from forge.core.process import hostname
@@ -391,9 +391,7 @@ def _on_each(
     def ask(host: str) -> str | NodeFailure:
         try:
             return slurm.output_on(job, host, command, timeout_sec)
-        except slurm.SlurmSilent:
-            raise  # no fault of a node
-        except UnfitError as err:
+        except slurm.NodeUnfit as err:
             return NodeFailure(err.what, err.cause, err.fix)
 
     with ThreadPoolExecutor(len(placement.hosts)) as pool:

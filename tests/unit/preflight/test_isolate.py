@@ -11,6 +11,7 @@ from forge.hosts.placement import Placement, WorldLayout
 from forge.hosts.rendezvous import EndpointError
 from forge.launch.rank_records import ProbedRank, ProbeResult, RankRecord
 from forge.preflight import isolate
+from forge.slurm import slurm
 from forge.slurm.slurm import Job
 
 HOSTS = ("n1", "n2", "n3")
@@ -54,6 +55,24 @@ def test_endpoint_that_cannot_work_is_a_failed_check(new_prober, monkeypatch):
     failed = RankRecord("failed", 0, 69, message="gone")
     monkeypatch.setattr(isolate, "run_ranks", lambda *_, **__: failed)
     assert new_prober().together(HOSTS)[0].name == "rendezvous"
+
+
+def test_first_node_that_does_not_answer_is_a_failed_check_within_the_trials_time(
+    new_prober, tmp_path, monkeypatch
+):
+    """The search then finds it, as any other node at fault."""
+    times = []
+
+    def run(command, *, timeout_sec, **_):
+        times.append(timeout_sec)
+        return "", f"no answer within {timeout_sec:g} s"
+
+    monkeypatch.setattr(slurm, "run", run)
+    monkeypatch.setattr(slurm, "controller_trouble", lambda: "")
+    [check] = new_prober()._trial(("n2", "n3"), tmp_path, 10).run().checks
+    assert (check.name, check.status) == ("rendezvous", "fail")
+    assert check.message == "node n2 cannot run python: no answer within 10 s"
+    assert times == [10]
 
 
 # --- time -----------------------------------------------------------------------------------------

@@ -260,6 +260,26 @@ def test_launch_that_slurm_itself_never_starts_blames_no_node_and_the_job_is_req
     assert not paths.bad_nodes.exists() and events.read(paths.events) == []
 
 
+def test_first_node_that_names_no_port_gives_way_to_a_spare(trained, paths, monkeypatch):
+    launch, silent = Program.launch, []
+
+    def fails_once(program, start, placement, step):
+        if not program.hosts:
+            program.hosts.append(placement.hosts)
+            silent.append(placement.hosts[0])
+            raise slurm.NodeUnfit("node n1 cannot run python: no answer within 60 s")
+        return launch(program, start, placement, step)
+
+    monkeypatch.setattr(Program, "launch", fails_once)
+    monkeypatch.setattr(
+        train.nodes, "unresponsive", lambda hosts: [h for h in hosts.hosts if h in silent]
+    )
+    program, record = trained(DONE)
+    assert record == DONE
+    assert program.hosts == [("n1", "n2"), ("n2", "n3")]
+    assert "n1 cannot run python" in events.last(events.read(paths.events), events.Lost).message
+
+
 FULL = RankRecord(
     "failed", 1, 69, cause="DiskFull", message="cannot write x: No space left on device"
 )
