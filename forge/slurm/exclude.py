@@ -32,6 +32,8 @@ class BadNode:
         name, _, comment = (part.strip() for part in line.partition("#"))
         since, _, reason = comment.partition(" ")
         with suppress(ValueError):
+            if "T" not in since:  # a date alone was written by a person
+                return cls(name, comment)
             return cls(name, reason, datetime.fromisoformat(since).replace(tzinfo=None))
         return cls(name, comment)
 

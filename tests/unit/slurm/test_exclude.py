@@ -57,6 +57,13 @@ def test_node_is_excluded_with_time_and_reason(path, capsys):
     assert exclude.read(path) == ["n2"]
 
 
+def test_line_of_a_person_that_begins_with_a_date_is_kept_for_good(path):
+    path.write_text("n7   # 2024-11-20 bad HBM, ticket 123\n")
+    assert [str(node) for node in exclude.entries(path)] == [
+        "n7   # 2024-11-20 bad HBM, ticket 123"
+    ]
+
+
 def test_entries_expire_after_a_day_and_those_of_a_person_do_not(path):
     now = datetime.now()
     lines = {"n1": now - timedelta(hours=23), "n2": now - timedelta(hours=25)}

@@ -64,6 +64,6 @@ def test_reason_that_passes_after_hours_is_explained(reason, word):
 )
 def test_excluded_nodes_are_named_where_they_may_be_the_reason(tmp_path, reason, names):
     path = tmp_path / "bad_nodes.txt"
-    path.write_text("n1   # 2999-01-01T00:00:00 down\nn2   # 2020-01-01 down\nn3\n")
+    path.write_text("n1   # 2999-01-01T00:00:00 down\nn2   # 2020-01-01T00:00:00 down\nn3\n")
     assert [node.name for node in excluded_nodes(reason, path)] == names
     assert excluded_nodes(reason, tmp_path / "none.txt") == []
