@@ -124,8 +124,7 @@ class Request:
 
     @property
     def excluded(self) -> frozenset[str]:
-        given = [word for word in shlex.split(self.extra) if word.startswith("--exclude=")]
-        return frozenset(name for word in given for name in slurm.expand(word.partition("=")[2]))
+        return frozenset(_without_exclude(shlex.split(self.extra))[0])
 
 
 class _Resources(dict[str, Any]):
@@ -194,11 +193,22 @@ def slurm_extra(machine: Machine, nodes: int, ranks_per_node: int, bad_nodes: Se
 
 def excluding(given: str, nodes: Iterable[str]) -> str:
     """These options, also without these nodes: of two --exclude sbatch takes the last."""
-    words, option = shlex.split(given), "--exclude="
-    own = [n for w in words if w.startswith(option) for n in slurm.expand(w.partition("=")[2])]
+    own, others = _without_exclude(shlex.split(given))
     excluded = ",".join(dict.fromkeys([*own, *nodes]))
-    others = [word for word in words if not word.startswith(option)]
-    return shlex.join([f"{option}{excluded}", *others] if excluded else others)
+    return shlex.join([f"--exclude={excluded}", *others] if excluded else others)
+
+
+def _without_exclude(options: Iterable[str]) -> tuple[list[str], list[str]]:
+    """The nodes that options of sbatch exclude, however that is written, and the other options."""
+    nodes, others, words = [], [], iter(options)
+    for word in words:
+        if word in ("-x", "--exclude"):
+            nodes += slurm.expand(next(words, ""))
+        elif match := re.match("--exclude=|-x", word):
+            nodes += slurm.expand(word[match.end() :])
+        else:
+            others.append(word)
+    return nodes, others
 
 
 def flexible_request(resources: Mapping[str, Any]) -> dict[str, object]:

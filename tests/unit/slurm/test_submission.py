@@ -14,7 +14,7 @@ import pytest
 from forge.core.errors import ConfigError
 from forge.slurm import slurm, submission
 from forge.slurm.partitions import Node, Partition
-from forge.slurm.sbatch import Request, requests_of
+from forge.slurm.sbatch import Request, excluding, requests_of
 
 NO_NODES = "allocation failure: Requested node configuration is not available"
 NODES = tuple(Node(f"n{i}", 8, 5000, "idle", frozenset({"h100"}), (("", 2),)) for i in range(1, 5))
@@ -328,6 +328,16 @@ def test_request_of_an_allocation_is_what_the_executor_submits():
         *("-p", "main", "-t", "60", "--mem", "1800", "--nodes=2"),
         *("--ntasks=4", "--cpus-per-task=1", "--exclude=n1,n2"),
     )
+
+
+@pytest.mark.parametrize("word", ["-x n7", "-xn7", "--exclude n7", "--exclude=n7"])
+def test_nodes_that_a_user_excludes_are_excluded_beside_those_of_the_run(word):
+    """Of two --exclude sbatch takes the last."""
+    found = excluding(f"{word} --mail-type=END", ["n8"])
+    assert found == "--exclude=n7,n8 --mail-type=END"
+    given = Request(("tokenize",), 1, extra=word, options=tuple(word.split()))
+    assert given.excluded == {"n7"}
+    assert given.excluding({"n8"}).options == ("--exclude=n7,n8",)
 
 
 def test_request_has_what_the_executors_own_settings_add():
