@@ -6,10 +6,11 @@ No setting here changes the result of training; the config digest leaves them ou
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from forge.core.config import Section, apply_overrides, checked, read_values
 from forge.core.section import FilePath, LiteralPath, Retired
@@ -240,6 +241,20 @@ class ContainerSettings(Section):
         return binds
 
 
+def _are_words(options: str) -> str:
+    """Options of a command line, which a shell can split into words. Raises ValueError."""
+    try:
+        shlex.split(options)
+    except ValueError as err:
+        raise ValueError(
+            f"{options!r} cannot be split into words ({err}): a quote in a value needs quotes around it"
+        ) from None
+    return options
+
+
+Options = Annotated[str, AfterValidator(_are_words)]
+
+
 class ControllerSettings(Section):
     """The job of `forge submit`, in which Snakemake runs."""
 
@@ -253,7 +268,7 @@ class ControllerSettings(Section):
     where that is less."""
     mem_mb: int = Field(2000, ge=100)
     """Memory in MB: Snakemake's, and that of the rules that run beside it, such as the report."""
-    options: str = ""
+    options: Options = ""
     """Further options for its sbatch, such as `--mail-type=END,FAIL`."""
 
 
@@ -298,7 +313,7 @@ class Slurm(Section):
     its last checkpoint up to its goal as `forge plan` estimates it, without restarts. Without an estimate
     (`gpu` is not set or not known, or another program trains) the time is the limit of its job, without
     requeues. Jobs in the queue, validation and evaluation are not counted."""
-    options: str = ""
+    options: Options = ""
     """Further options for sbatch, as on its command line, such as `--mail-type=FAIL`."""
     controller: ControllerSettings = ControllerSettings()
 

@@ -96,6 +96,12 @@ def test_bad_value_is_named_with_its_key(key, value, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["slurm.options", "slurm.controller.options"])
+def test_options_that_cannot_be_split_into_words_are_named_with_their_key(key):
+    with pytest.raises(ConfigError, match=rf"{key} .*--comment=Ada's.*No closing quotation"):
+        load_machine(None, {key: "--comment=Ada's"})
+
+
 @pytest.mark.parametrize(
     "name", ["../x", "a/b", "-rf", "a b", "$(id)", "", ".hidden", "x" * 65, "ü"]
 )
