@@ -49,7 +49,7 @@ class Executor(SlurmExecutor):
 
         # First: the thread that watches the jobs is started by the base class.
         self._watch = JobWatch(self, super().run_job, super().cancel_jobs)
-        self._without_snakemake: set[Any] = set()  # ids of jobs
+        self._without_snakemake: set[Any] = set()  # ids of jobs; also of those that were taken back
         super().__init__(workflow, logger)
 
     def __post_init__(self, test_mode: bool = False) -> None:

@@ -91,6 +91,9 @@ def take_back(executor: Any, job: Any) -> str:
         f"Job {job.jobid} has been submitted with SLURM jobid {found.id} (log: {log}) before: it is"
         f" {found.state}, and is watched again."
     )
+    # The Snakemake that submitted it has marked its outputs as incomplete, where one in the job takes the
+    # mark away.
+    executor._without_snakemake.add(job.jobid)
     executor._report_job_submission_threadsafe(
         SubmittedJobInfo(job, external_jobid=found.id, aux={"slurm_logfile": log})
     )

@@ -3,20 +3,23 @@
 from types import SimpleNamespace
 
 import pytest
+from snakemake_executor_plugin_slurm import Executor as SlurmExecutor
 from support.run_states import queued
 
 from forge.slurm import adopt, jobs, slurm
+from snakemake_executor_plugin_forge import Executor
 
 FULL = "rule_allocation-base_preflight_run_stage_run_train_run"
 
 
-class Executor:
+class Recorder:
     """What take_back uses of the plugin's executor."""
 
     def __init__(self, folder):
         self.run_uuid, self.slurm_logdir, self.reported = "base_1", folder, []
         self.logger = SimpleNamespace(info=lambda text: None)
         self._report_job_submission_threadsafe = self.reported.append
+        self._without_snakemake = set()
 
 
 def group(*rules):
@@ -32,7 +35,7 @@ def validation(run="base"):
 @pytest.fixture
 def executor(tmp_path, monkeypatch):
     monkeypatch.setenv(adopt.CONTROLLED, "submitted-1.json")
-    return Executor(tmp_path)
+    return Recorder(tmp_path)
 
 
 def in_queue(monkeypatch, *listed):
@@ -61,6 +64,24 @@ def test_rule_is_found_by_its_wildcards(executor, monkeypatch):
     assert adopt.take_back(executor, validation()) == "RUNNING"
     log = executor.reported[0].aux["slurm_logfile"].relative_to(executor.slurm_logdir)
     assert str(log) == "rule_validate_run/base/4.log"
+
+
+@pytest.mark.parametrize("job", [group("train_run"), validation()])
+def test_outputs_of_a_job_that_is_taken_back_are_not_marked_as_incomplete_again(
+    executor, monkeypatch, job
+):
+    """Nothing takes the mark away where no Snakemake runs in the job: it would train again."""
+    comment = "rule_validate_run_wildcards_base"
+    in_queue(monkeypatch, training(id="17"), queued(id="4", run=None, comment=comment))
+    marked = []
+    monkeypatch.setattr(
+        SlurmExecutor, "report_job_submission", lambda *_, register_job: marked.append(register_job)
+    )
+    forges = object.__new__(Executor)
+    forges.__dict__ |= vars(executor)
+    forges._report_job_submission_threadsafe = forges.report_job_submission
+    assert adopt.take_back(forges, job) == "RUNNING"
+    assert marked == [False]
 
 
 @pytest.mark.parametrize(
