@@ -59,13 +59,14 @@ def _same(listed: Iterable[QueuedJob], comment: str) -> QueuedJob | None:
     return max(same, key=lambda job: job.is_living, default=None)
 
 
-def take_back(executor: Any, job: Any) -> str:
+def take_back(executor: Any, job: Any, *, look: bool = False) -> str:
     """Report the job in Slurm's queue that does what this job of Snakemake would do as submitted by this
-    executor, in place of sbatch; its state, "" without one.
+    executor, in place of sbatch; its state, "" without one. look: also where no earlier Snakemake has
+    left any, since this one may have submitted it.
 
     Raises ConnectionError while Slurm does not answer: nothing must be submitted then.
     """
-    if not os.environ.get(CONTROLLED):
+    if not (look or os.environ.get(CONTROLLED)):
         return ""
     from snakemake_executor_plugin_slurm import SubmittedJobInfo
     from snakemake_executor_plugin_slurm.utils import get_job_wildcards

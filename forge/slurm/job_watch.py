@@ -53,8 +53,10 @@ ENDS = {
     " or set another slurm_partition in the profile.",
     "TIMEOUT": f"ended at its time limit: raise runtime in the profile. {RERUN}",
 }
-# In errors of sbatch and sacctmgr while a daemon is down. Not "timed out": the job may be in the queue.
-AWAY = (slurm.CONTROLLER_AWAY, "Connection refused")
+# In an error of sbatch after which the job may be in the queue.
+TIMED_OUT = "submission failed: Socket timed out"
+# In errors of sbatch and sacctmgr while a daemon is down or busy.
+AWAY = (slurm.CONTROLLER_AWAY, "Connection refused", TIMED_OUT)
 # For a request of an sbatch that was killed to reach the controller.
 ON_ITS_WAY_SEC = 2.0
 MANY = (
@@ -97,14 +99,16 @@ class JobWatch:
 
     def submit(self, job: Any) -> None:
         """Submit a job; retry while Slurm is down, for SILENCE_SEC at most, and while other jobs of this
-        command take up the number of jobs that Slurm allows. Nothing after `cancel`; a job that sbatch
-        was submitting then is cancelled."""
+        command take up the number of jobs that Slurm allows. Where the answer to sbatch was lost, the job
+        is looked for in the queue first. Nothing after `cancel`; a job that sbatch was submitting then is
+        cancelled."""
         if self._cancelled:
             return
         # Outputs of an earlier job must not count as success of this job.
         self._before[id(job)] = _stamps(job)
-        end, alone = time.monotonic() + SILENCE_SEC, 0
-        while trouble := self._try_to_submit(job):
+        end, alone, look = time.monotonic() + SILENCE_SEC, 0, False
+        while trouble := self._try_to_submit(job, look=look):
+            look = look or TIMED_OUT in trouble
             limit = slurm.submit_limit(trouble)
             # Twice: the last other job may have ended since sbatch refused this job.
             alone = 0 if not limit or self._has_jobs() else alone + 1
@@ -131,13 +135,15 @@ class JobWatch:
             return True
         return any(job.is_living or job.is_waiting for job in listed)
 
-    def _try_to_submit(self, job: Any) -> str:
-        """Submit the job. Returns the error, or ""."""
+    def _try_to_submit(self, job: Any, *, look: bool) -> str:
+        """Submit the job. Returns the error, or "". look: an earlier try may have submitted it."""
         self._refusals[id(job)] = ""
         try:
-            if state := adopt.take_back(self._executor, job):
-                # A job that runs may have written its outputs already.
-                self._before[id(job)] = _stamps(job) if state in slurm.WAITING else _absent(job)
+            if state := adopt.take_back(self._executor, job, look=look):
+                if not look:  # a job of an earlier Snakemake
+                    waits = state in slurm.WAITING
+                    # One that runs may have written its outputs already.
+                    self._before[id(job)] = _stamps(job) if waits else _absent(job)
             else:
                 self._submit(job)
         except Exception as err:  # in a thread, it would be lost, and Snakemake would wait forever

@@ -565,6 +565,26 @@ def test_job_is_submitted_when_slurm_is_back(refusing):
     assert executor.submitted == [job] and executor.failure == [] and len(executor.said) == 1
 
 
+TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+
+
+@pytest.mark.parametrize("has_taken", [True, False])
+def test_job_that_slurm_took_without_an_answer_is_watched_and_else_submitted_again(
+    refusing, command, tmp_path, monkeypatch, has_taken
+):
+    monkeypatch.delenv(adopt.CONTROLLED, raising=False)
+    line = f"17|PENDING|None|||{TIMES}|rule_validate_run_wildcards_base|{Path.cwd()}"
+    command("squeue", f"echo '{line}'" if has_taken else "true")
+    executor, job, reported = refusing(TIMED_OUT, ""), Job(), []
+    job.name, job.wildcards, job.jobid = "validate_run", ["base"], 3
+    executor.slurm_logdir, executor._without_snakemake = tmp_path, set()
+    executor._report_job_submission_threadsafe = reported.append
+    executor.run_job(job)
+    assert executor.failure == []
+    assert [info.external_jobid for info in reported] == ["17"] * has_taken
+    assert executor.submitted == [job] * (not has_taken)
+
+
 MANY = (
     "SLURM sbatch failed. The error message was 'sbatch: error: QOSMaxSubmitJobPerUserLimit\nsbatch:"
     " error: Batch job submission failed: Job violates accounting/QOS policy (job submit limit, user's"
