@@ -94,7 +94,8 @@ class JobWatch:
         self._unlisted: dict[str, float] = {}  # job id -> time since which it is not listed
         self._quick: dict[str, int] = {}  # job id -> quick checks since its outputs are there
         self._passing: set[str] = set()
-        self._started: set[str] = set()  # jobs seen running, whose request Slurm then changes
+        # id() of jobs that have run, or may have: Slurm then changes their request.
+        self._started: set[int] = set()
         self._silent_since: float | None = None  # on the monotonic clock
 
     def submit(self, job: Any) -> None:
@@ -144,6 +145,7 @@ class JobWatch:
                     waits = state in slurm.WAITING
                     # One that runs may have written its outputs already.
                     self._before[id(job)] = _stamps(job) if waits else _absent(job)
+                    self._started.add(id(job))  # one that waits may have been requeued
             else:
                 self._submit(job)
         except Exception as err:  # in a thread, it would be lost, and Snakemake would wait forever
@@ -280,12 +282,13 @@ class JobWatch:
         nodes and tasks of its last start (22.05)."""
         asked = sbatch.flexible_request(job.resources)
         if asked and not queued.is_waiting:
-            self._started.add(queued.id)
-        elif asked and queued.id in self._started:
-            self._started.discard(queued.id)
+            self._started.add(id(job))
+        elif asked and id(job) in self._started:
             if refusal := slurm.update(queued.id, asked):
-                words = f"asks for what it had last ({refusal})"
-                self._tell(queued.id, "request", f"{_name(job, queued.id)} {words}")
+                words = f"asks for what it had last ({refusal}); this command tries again"
+                self._tell(f"request of {queued.id}", "refused", f"{_name(job, queued.id)} {words}")
+            else:
+                self._started.discard(id(job))
 
     def _requeue(self, job: Any, queued: QueuedJob) -> None:
         """Requeue a job that has lost its first node: with --no-kill, Slurm (22.05) neither ends it nor

@@ -182,6 +182,25 @@ def test_requeued_job_asks_again_for_the_nodes_that_it_was_submitted_with(
     assert asked.read_text() == line * 2
 
 
+def test_waiting_job_of_an_earlier_command_asks_for_all_its_nodes_until_slurm_agrees(
+    command, watch, info, tmp_path, monkeypatch
+):
+    """A requeue leaves it the number of its last start, which this command has not seen."""
+    asked = tmp_path / "asked"
+    command(
+        "scontrol", f"echo $* >> {asked}; [ $(wc -l < {asked}) != 1 ] || {{ echo no; exit 1; }} >&2"
+    )
+    monkeypatch.setattr(adopt, "take_back", lambda *_, **__: "PENDING")
+    watch.submit(info.job)
+    info.job.resources |= {"slurm_extra": "-N2-4", "tasks_per_node": 3}
+    lists(command, "PENDING")
+    for _ in range(3):
+        check(watch, info)
+    assert asked.read_text() == "update JobId=17 NumNodes=2-4 NumTasks=6\n" * 2
+    [said] = watch._executor.said
+    assert "asks for what it had last (no)" in said
+
+
 @pytest.mark.parametrize(
     ("options", "batch_host", "again"),
     [("--no-kill", "node00", True), ("--no-kill", "node01", False), ("", "node00", False)],
