@@ -51,7 +51,8 @@ def stepped(module: torch.nn.ParameterList) -> Muon:
     optimizer = Muon(module.parameters(), **SETTINGS)
     optimizer.grad_scale = torch.tensor(SCALE)
     for step in range(STEPS):
-        _step(module, optimizer, [SCALE * gradient for gradient in gradients(step)])
+        grads = gradients(step)[: len(module)]
+        _step(module, optimizer, [SCALE * gradient for gradient in grads])
     return optimizer
 
 
@@ -81,14 +82,15 @@ def test_update_that_is_left_out_changes_nothing() -> None:
     assert all(map(torch.equal, (*module, *state), before))
 
 
-def sharded(folder: Path, rank: int, copies: int, ranks: int) -> list[Any]:
-    """The matrices after the same steps, held by `ranks` ranks together, in so many copies."""
+def sharded(folder: Path, rank: int, copies: int, ranks: int, number: int) -> list[Any]:
+    """The first matrices, so many, after the same steps, held by `ranks` ranks together, in so many
+    copies."""
     torch.set_num_threads(1)
     world = copies * ranks
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     mesh = init_device_mesh("cpu", (copies, ranks), mesh_dim_names=("replicate", "shard"))
-    module = matrices()
+    module = matrices()[:number]
     fully_shard(module, mesh=mesh if copies > 1 else mesh["shard"])
     stepped(module)
     return [matrix.full_tensor().detach().numpy() for matrix in module]
@@ -96,14 +98,14 @@ def sharded(folder: Path, rank: int, copies: int, ranks: int) -> list[Any]:
 
 @pytest.fixture
 def on_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Any]]:
-    """on_ranks(copies, ranks): what `sharded` returns on each rank."""
+    """on_ranks(copies, ranks, number): what `sharded` returns on each rank."""
     for name in LEFT_OVER:  # the fork server stays, so it must not have the mark of what does not
         monkeypatch.delenv(name, raising=False)
     context = multiprocessing.get_context("forkserver")
     with context.Pool(4, maxtasksperchild=1) as pool:
-        yield lambda copies, ranks: pool.starmap_async(
+        yield lambda copies, ranks, number: pool.starmap_async(
             sharded,
-            [(tmp_path, rank, copies, ranks) for rank in range(copies * ranks)],
+            [(tmp_path, rank, copies, ranks, number) for rank in range(copies * ranks)],
             chunksize=1,
         ).get(DEADLINE_SEC)
 
@@ -111,8 +113,15 @@ def on_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
 @pytest.mark.parametrize(("copies", "ranks"), [(1, 1), (1, 2), (1, 3), (1, 4), (2, 2)])
 def test_sharded_matrices_move_as_whole_ones(on_ranks, copies: int, ranks: int) -> None:
     expected = [matrix.numpy() for matrix in of_torch()]
-    for found in on_ranks(copies, ranks):
+    for found in on_ranks(copies, ranks, len(SHAPES)):
         assert all(map(np.array_equal, found, expected))
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_ranks_that_orthogonalize_no_matrix_have_their_rows_moved(on_ranks, ranks: int) -> None:
+    expected = [matrix.numpy() for matrix in of_torch()[:2]]
+    for found in on_ranks(1, ranks, 2):
+        assert len(found) == 2 and all(map(np.array_equal, found, expected))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])

@@ -112,7 +112,7 @@ def _exchanged(
         return [orthogonalized(matrix) for matrix in rows]
     owners = shares(shapes, group.size())
     whole = _to_owners(rows, shapes, owners, group)
-    return _from_owners([orthogonalized(matrix) for matrix in whole], shapes, owners, group)
+    return _from_owners([orthogonalized(one) for one in whole], shapes, owners, rows[0], group)
 
 
 def shares(shapes: Sequence[torch.Size], ranks: int) -> list[int]:
@@ -145,7 +145,7 @@ def _to_owners(
         [part for part, owner in zip(rows, owners, strict=True) if owner == r] for r in range(ranks)
     ]
     heights = [[rows_of(shape, rank, ranks) for shape in own] for rank in range(ranks)]
-    came = _all_to_all(sent, [_shapes(own, of_rank) for of_rank in heights], group)
+    came = _all_to_all(sent, [_shapes(own, of_rank) for of_rank in heights], rows[0], group)
     return [torch.cat(parts) for parts in zip(*came, strict=True)]
 
 
@@ -153,9 +153,11 @@ def _from_owners(
     whole: Sequence[Tensor],
     shapes: Sequence[torch.Size],
     owners: Sequence[int],
+    like: Tensor,
     group: dist.ProcessGroup,
 ) -> list[Tensor]:
-    """This rank's rows of all matrices, from those that each rank has whole."""
+    """This rank's rows of all matrices, from those that each rank has whole, which may be none. like: as
+    for `_all_to_all`."""
     me, ranks = group.rank(), group.size()
     split = [matrix.split(_heights(matrix.shape, ranks)) for matrix in whole]
     sent = [[parts[rank] for parts in split] for rank in range(ranks)]
@@ -164,7 +166,7 @@ def _from_owners(
         _shapes([shapes[n] for n in numbers], [rows_of(shapes[n], me, ranks) for n in numbers])
         for numbers in theirs
     ]
-    came = _all_to_all(sent, wanted, group)
+    came = _all_to_all(sent, wanted, like, group)
     by_number = {
         number: part
         for numbers, parts in zip(theirs, came, strict=True)
@@ -176,11 +178,13 @@ def _from_owners(
 def _all_to_all(
     sent: Sequence[Sequence[Tensor]],
     wanted: Sequence[Sequence[tuple[int, int]]],
+    like: Tensor,
     group: dist.ProcessGroup,
 ) -> list[list[Tensor]]:
     """Tensors that each rank sends to this one. sent: tensors for each rank. wanted: shapes of those from
-    each rank."""
-    flat = torch.cat([part.reshape(-1) for parts in sent for part in parts])
+    each rank. like: a tensor of their type and device, where this rank sends none."""
+    parts_sent = [part.reshape(-1) for parts in sent for part in parts]
+    flat = torch.cat([like.new_empty(0), *parts_sent])
     sizes = [[height * width for height, width in shapes] for shapes in wanted]
     received = flat.new_empty(sum(map(sum, sizes)))
     with named("exchange of matrices for Muon"):
