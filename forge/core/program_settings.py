@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from forge.core.errors import ConfigError
 from forge.core.section import FilePath, Section
@@ -39,6 +39,20 @@ class Checkpoints(Section):
     settle_sec: float = Field(30, gt=0, le=3600)
     """A complete checkpoint is sealed when it has not changed for this long while all ranks run, or at
     once when the heartbeats of all ranks are beyond its step, or all ranks have exited with 0."""
+
+    @field_validator("complete")
+    @classmethod
+    def _are_globs(cls, marks: list[str]) -> list[str]:
+        for mark in marks:
+            path = Path(mark)
+            is_split = all("**" not in part or part == "**" for part in path.parts)
+            # Path.glob would raise for each of these, in the thread that seals.
+            if path.is_absolute() or not path.parts or not is_split:
+                raise ValueError(
+                    f"{mark!r} names no file in a checkpoint: it must be a relative path, in which ** is"
+                    " written between slashes alone, such as **/model.bin"
+                )
+        return marks
 
     @model_validator(mode="after")
     def _names_a_step(self) -> Self:
