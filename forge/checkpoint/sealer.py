@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -78,12 +79,15 @@ class Sealer:
     on_look: Callable[[SealProgress, bool], None] = lambda *_: None
     """Called with the progress each time the ranks are looked at, and whether this is the last time."""
     _candidates: dict[Path, Candidate] = field(default_factory=dict)
-    _sealed: dict[Path, Signature] = field(default_factory=dict)  # in this launch, as sealed
+    _sealed: dict[Path, Signature] = field(default_factory=dict)  # as sealed, or at the start
     _ended: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
     _warned: str = ""
 
     def start(self) -> None:
+        with suppress(ForgeError, OSError):  # of the disk: a warning of the first scan
+            there = self.checkpoints.by_step().values()
+            self._sealed |= {path: files for path in there if (files := signature(path))}
         self._thread = threading.Thread(target=self._run, name="sealer", daemon=True)
         self._thread.start()
 
@@ -145,10 +149,11 @@ class Sealer:
 
     def _seal(self, path: Path, step: int) -> None:
         started = time.monotonic()
+        files = signature(path)  # not afterwards: a rank may write on while the seal is made
         sealed = self.checkpoints.seal(path, step, self.lineage)
         if sealed is None:
             return
-        self._sealed[path] = signature(path)
+        self._sealed[path] = files
         self._record(sealed, time.monotonic() - started)
         self.checkpoints.prune(self.keep_last)
 

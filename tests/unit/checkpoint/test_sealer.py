@@ -7,6 +7,7 @@ import pytest
 from support.manifests import MADE_BY
 from test_sealed import write
 
+from forge.checkpoint import directory
 from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.checkpoint.sealer import Sealer, SealProgress
 from forge.core import events
@@ -121,6 +122,35 @@ def test_file_that_comes_after_the_seal_opens_it_again(sealer, ranks, capsys):
     assert "checkpoint-5 has changed since it was sealed" in capsys.readouterr().err
     ranks.steps = [7, 7]
     assert scan(sealer) == [5]
+    assert list(sealer.checkpoints.latest().bad_files()) == []
+
+
+def test_file_that_comes_while_the_seal_is_made_opens_it_again(sealer, ranks, monkeypatch):
+    folder = write(sealer.checkpoints, 5)
+    ranks.steps = [6, 6]
+    point_latest = directory.point_latest
+
+    def write_meanwhile(paths, newest):
+        (folder / "late.bin").write_text("late")
+        point_latest(paths, newest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "point_latest", write_meanwhile)
+        assert scan(sealer) == [5]
+    assert scan(sealer) == [5]
+    assert list(sealer.checkpoints.latest().bad_files()) == []
+
+
+def test_checkpoint_of_an_earlier_launch_that_is_written_again_is_sealed_again(
+    sealer, ranks, capsys
+):
+    folder = write(sealer.checkpoints, 5)
+    sealer.checkpoints.seal(folder, 5, MADE_BY)
+    ranks.steps = [6, 6]
+    sealer.start()
+    (folder / "state.json").write_text("of this launch")
+    sealer.finish(orderly=True)
+    assert "checkpoint-5 has changed since it was sealed" in capsys.readouterr().err
     assert list(sealer.checkpoints.latest().bad_files()) == []
 
 
