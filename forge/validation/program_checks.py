@@ -75,8 +75,8 @@ def _digests(checkpoint: SealedCheckpoint) -> str:
 
 def _weights(latest: SealedCheckpoint) -> Check | None:
     """Check that weights in safetensors files can be read, and are finite."""
-    names = [name or latest.folder.name for name in latest.manifest.files]
-    files = [latest.folder / name for name in names if name.endswith(".safetensors")]
+    paths = (latest.folder / name for name in latest.manifest.files)
+    files = [path for path in paths if path.name.endswith(".safetensors")]
     if not files:
         return None
     import torch

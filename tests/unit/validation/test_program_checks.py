@@ -29,7 +29,11 @@ NAN = float("nan")
 
 @pytest.fixture
 def config(tmp_path):
-    program = {"command": ["python"], "goal": 5, "checkpoints": {}}
+    return config_of(tmp_path)
+
+
+def config_of(tmp_path, **checkpoints):
+    program = {"command": ["python"], "goal": 5, "checkpoints": checkpoints}
     values = {"results": str(tmp_path), "run": "p", "program": program}
     return resolve(checked(Config, values, "the test"))
 
@@ -48,11 +52,11 @@ def save(folder, weights):
         dcp.save({"model": weights, "lr": 0.1}, checkpoint_id=folder, no_dist=True)
 
 
-def messages(config):
+def messages(config, name="checkpoint-5"):
     """Message by name of each check, of a checkpoint that is sealed as it is now."""
     paths = RunPaths.of(config)
     checkpoints = ProgramCheckpoints(paths, config.program.checkpoints, world_size=1)
-    checkpoints.seal(paths.checkpoints / "checkpoint-5", 5, MADE_BY)
+    checkpoints.seal(paths.checkpoints / name, 5, MADE_BY)
     validate(program_of(config))
     return {check.name: check.message for check in Validation.read(paths.validation).checks}
 
@@ -93,6 +97,14 @@ def test_weights_in_safetensors_files_are_checked(config, folder):
     save_file({"w": torch.tensor([NAN])}, folder / "model.safetensors")
     with pytest.raises(DataError, match=r"w in model\.safetensors has values that are not finite"):
         messages(config)
+
+
+def test_checkpoint_that_is_one_safetensors_file_is_checked(tmp_path):
+    config = config_of(tmp_path, pattern="model-{step}.safetensors")
+    file = RunPaths.of(config).checkpoints / "model-5.safetensors"
+    file.parent.mkdir(parents=True)
+    save_file({"w": torch.ones(3)}, file)
+    assert messages(config, file.name)["weights"] == "1 tensors in 1 files, all finite"
 
 
 def test_torch_is_not_imported_where_no_tensors_are(config, folder):
