@@ -289,12 +289,14 @@ def finish_commit(paths: RunPaths) -> None:
     with disk_trouble(intent):
         replaced = paths.checkpoints / f"{TEMPORARY}replaced-{intent.readlink()}"
         final = paths.checkpoints / intent.readlink()
+        # Still there: interrupted before both renames, `final` is an abandoned checkpoint of this step.
+        written = paths.checkpoints / f"{TEMPORARY}{intent.readlink()}"
         if replaced.is_dir() and not final.exists():
             replaced.rename(
                 final
             )  # interrupted between the two renames: restore the old checkpoint
             intent.unlink()
-        elif (final / MANIFEST).is_file():
+        elif (final / MANIFEST).is_file() and not (written / MANIFEST).is_file():
             say(f"finishing the commit of {final}")
             intent.replace(paths.latest)
         else:

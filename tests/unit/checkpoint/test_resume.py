@@ -162,6 +162,20 @@ def test_interrupted_commit_of_an_existing_step_keeps_the_old_checkpoint(paths, 
     assert (resume.repaired_latest(paths).folder / "__0_0.distcp").read_bytes() == b"old"
 
 
+def test_commit_interrupted_before_it_moves_an_abandoned_checkpoint_away_leaves_latest(
+    paths, monkeypatch
+):
+    save(paths, 10)
+    abandoned = save(paths, 20).folder
+    directory.point_latest(paths, paths.checkpoints / "step-00000010")
+    cut_off_at(monkeypatch, "commit.rename")
+    with pytest.raises(CutOff):
+        save(paths, 20, content=b"new")
+    monkeypatch.undo()
+    abandoned.with_name(f"{directory.TEMPORARY}replaced-{abandoned.name}").rename(abandoned)
+    assert resume.repaired_latest(paths).step == 10
+
+
 class CutOff(BaseException):
     """As if the process had been killed."""
 
