@@ -412,7 +412,7 @@ def quarantine(paths: RunPaths, folder: Path, reasons: Sequence[str]) -> Path:
     `latest`, if it pointed there, points to the next older one, or is removed. Under the run's
     lock only, on one rank. Raises UnfitError when the disk refuses the move, DataError as `refuse_link`.
     """
-    followers = [other for other in fallbacks(paths, folder.name) if other != folder]
+    followers = [other for other in fallbacks(paths, folder.name) if other.name != folder.name]
     was_latest = linked(paths) == folder.resolve()
 
     def move(new: Path) -> Path:

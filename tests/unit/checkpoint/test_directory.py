@@ -129,6 +129,17 @@ def test_a_disk_error_moves_nothing_to_quarantine(paths, monkeypatch):
     assert saved.folder.is_dir()
 
 
+def test_last_checkpoint_in_quarantine_leaves_no_latest_where_results_is_relative(
+    paths, tmp_path, monkeypatch
+):
+    saved = save(paths, 10)
+    monkeypatch.chdir(tmp_path)
+    relative = RunPaths(paths.root.relative_to(tmp_path))
+    directory.quarantine(relative, saved.folder.resolve(), ["a test"])
+    assert not paths.latest.is_symlink()
+    assert names(paths.quarantine) == {"step-00000010"}
+
+
 def test_readers_share_the_files_and_together_see_all(paths):
     saved = save(paths, 10)
     (saved.folder / "__0_0.distcp").write_bytes(b"Weights")
