@@ -343,7 +343,8 @@ def _watch(
                 killed_at = killed_at or time.monotonic() + grace_sec
             if (now := time.monotonic()) - looked >= LOOK_SEC:
                 looked = now
-                spec.check_run_is_there()
+                with suppress(OSError):  # of a disk that does not answer: the next look may
+                    spec.check_run_is_there()
                 records.look()
                 lost = elsewhere is not None and bool(elsewhere.lost)
                 failed = any(record.is_failure for record in records.written)
@@ -356,7 +357,8 @@ def _watch(
             if killed_at and now > killed_at:
                 _kill_all(spec, child)
             time.sleep(POLL_SEC)
-    spec.check_run_is_there()  # ranks that could not write may have ended before the last look
+    with suppress(OSError):
+        spec.check_run_is_there()  # ranks that could not write may have ended before the last look
 
 
 def _environment(spec: LaunchSpec) -> dict[str, str]:

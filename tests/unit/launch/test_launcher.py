@@ -1,5 +1,6 @@
 """Exit codes come from what ranks recorded: torchrun turns every code into 1."""
 
+import errno
 import os
 import shutil
 import signal
@@ -325,6 +326,26 @@ def test_files_of_ranks_are_looked_at_once_a_second_and_an_end_is_noticed_at_onc
     took, looks = watched(1.5)
     assert looks == 2
     assert took < 1.5 + 0.4
+
+
+def test_disk_that_does_not_answer_ends_no_launch_and_the_next_look_finds_a_lost_directory(
+    watched, monkeypatch
+):
+    monkeypatch.setattr(launcher, "LOOK_SEC", 0.1)
+    lstat = os.lstat
+
+    def no_answer(path, **keys):
+        if path == watched.spec.path:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return lstat(path, **keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", no_answer)
+        took, looks = watched(0.5)
+    assert took >= 0.5 and looks > 1
+    watched.spec.path.unlink()
+    with pytest.raises(UnfitError, match="was removed or moved while its ranks ran"):
+        watched(0.5)
 
 
 def test_stop_is_passed_on_between_two_looks(watched, monkeypatch):
