@@ -226,11 +226,17 @@ def newest_verified(
         if not damage:
             return checkpoint
         lost = True
-        world.on_main(partial(directory.quarantine, paths, checkpoint.folder, damage), "quarantine")
+        world.on_main(partial(_set_aside, paths, checkpoint.folder, damage), "quarantine")
     if lost:
         begin = partial(begin_afresh, paths, require_checkpoint, parent_name)
         world.on_main(begin, "fresh start")
     return None
+
+
+def _set_aside(paths: RunPaths, folder: Path, damage: Sequence[str]) -> None:
+    """Quarantine a corrupt checkpoint, and those after it that are not complete."""
+    directory.quarantine(paths, folder, damage)
+    repaired_latest(paths)  # the next one may have no readable manifest
 
 
 def verified_parent(config: ResolvedConfig, world: World) -> directory.Checkpoint | None:

@@ -174,6 +174,17 @@ def test_every_command_refuses_a_checkpoint_under_another_steps_name_and_trainin
     assert run.weights_digest() == solo.weights_digest()
 
 
+def test_older_checkpoint_that_is_damaged_too_does_not_end_the_launch(solo, tmp_path):
+    run = solo.copy(tmp_path / "damaged")
+    older, newest = directory.committed(run.paths.checkpoints)
+    (older / "checkpoint.json").write_text("{")
+    flip_a_byte(run)
+    trained = run.forge("train", "--train.max_steps=13")
+    assert trained.code == 0, trained.text
+    assert {older.name, newest.name} <= {path.name for path in run.paths.quarantine.iterdir()}
+    assert read_json(run.paths.trained)["step"] == 13
+
+
 def test_a_copy_of_a_checkpoint_under_a_name_of_no_step_is_validated_and_exported(solo, tmp_path):
     run = solo.copy(tmp_path / "copied")
     newest = resume.latest(run.paths).folder
