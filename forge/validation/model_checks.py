@@ -187,8 +187,10 @@ class ModelChecks:
             )
             result = self._here(ranks=ranks)
         now = Numerics(**result.numerics)
-        # FSDP2 casts the weights to bf16, autocast casts the inputs of single operations.
-        cast = then.precision == "bf16" and self._config.train.shard != "none"
+        # FSDP2 casts the weights to bf16, autocast casts the inputs of single operations. The config may
+        # shard in another way by now.
+        shard = self._manifest.lineage.config.train.shard
+        cast = then.precision == "bf16" and shard != "none"
         # Losses of a merge were computed where that was made; the lineage is of its newest parent.
         of_lineage = not cast and not self._manifest.merged
         exact = of_lineage and same_arithmetic(self._manifest.lineage, now)

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.live_run import forge
+from support.live_run import TWO_RANKS, forge
 from support.manifests import MADE_BY
 from support.saved import make_digests_right
 
@@ -183,6 +183,17 @@ def test_older_checkpoint_that_is_damaged_too_does_not_end_the_launch(solo, tmp_
     assert trained.code == 0, trained.text
     assert {older.name, newest.name} <= {path.name for path in run.paths.quarantine.iterdir()}
     assert read_json(run.paths.trained)["step"] == 13
+
+
+def test_checkpoint_of_sharded_bf16_is_valid_where_the_config_shards_no_more(session_runs):
+    run = session_runs(
+        "sharded", "--train.precision=bf16", "--train.shard=all", "--train.max_steps=6"
+    )
+    outcome = run.fork("train", *TWO_RANKS).end()
+    assert outcome.code == 0, outcome.text
+    outcome = run.forge("validate", "--train.shard=none")
+    assert outcome.code == 0, outcome.text
+    assert checks(read_json(run.paths.validation))["probe"][1].endswith("within 0.02")
 
 
 def test_a_copy_of_a_checkpoint_under_a_name_of_no_step_is_validated_and_exported(solo, tmp_path):
