@@ -179,5 +179,9 @@ def train_loader(
 
 
 def _dropout_seed(seed: int, step: int, rank: int) -> int:
-    """A 63-bit seed, different for each step and rank of a run with up to 2^12 ranks."""
+    """A 63-bit seed, different for each step and rank of a run with up to 2^12 ranks.
+
+    The generator of a CPU takes its low 32 bits alone: there, masks repeat after 2^20 steps, and those of
+    two runs differ only where one `seed` is even and the other odd.
+    """
     return (seed << 31) ^ (step << 12) ^ rank
