@@ -88,7 +88,8 @@ def _checkpoint(place: RunPaths, step: int | None, data: str | Path | None) -> R
         return resume.named(place.root) if step is None else resume.at_step(run, step)
 
     def read_chosen() -> Loaded:
-        from forge.trainer.saved_model import SavedModel, not_pruned
+        from forge.checkpoint.checkpoints import not_pruned
+        from forge.trainer.saved_model import SavedModel
 
         checkpoint = chosen()
         with not_pruned(checkpoint):
@@ -96,7 +97,7 @@ def _checkpoint(place: RunPaths, step: int | None, data: str | Path | None) -> R
             return saved.load(), saved.tokenizer, f"step {checkpoint.step} of {run.root}"
 
     def read() -> Loaded:
-        from forge.trainer.saved_model import Pruned
+        from forge.checkpoint.checkpoints import Pruned
 
         for _ in range(MOST_READS - 1):
             try:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from forge.checkpoint.manifest import Manifest, Seal
 from forge.core import failpoints
+from forge.core.errors import DataError
 from forge.core.file_list import FileList
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
@@ -53,6 +55,25 @@ class SavedCheckpoint(Generic[Form]):
             with disk_trouble(self.folder, "read"):
                 there = self.manifest.names_in(self.folder)
             yield from self.file_list.extra(there)
+
+
+class Pruned(DataError):
+    """A checkpoint was removed while it was read."""
+
+
+@contextmanager
+def not_pruned(checkpoint: SavedCheckpoint) -> Iterator[None]:
+    """Raise Pruned where the run, which is training, prunes the checkpoint while it is read."""
+    try:
+        yield
+    except (DataError, FileNotFoundError):
+        if checkpoint.folder.exists():
+            raise
+        raise Pruned(
+            f"{checkpoint.folder} was removed while it was read",
+            cause="the run is training and keeps only its newest checkpoints",
+            fix="rerun the command, or raise train.keep_last (program.keep_last)",
+        ) from None
 
 
 class RunCheckpoints(Protocol):

@@ -20,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from forge.checkpoint import directory, resume, storage
+from forge.checkpoint.checkpoints import not_pruned
 from forge.checkpoint.export_folder import FORMAT, MANIFEST, atomic_directory, is_exported
 from forge.core import hooks
 from forge.core.errors import ConfigError, DataError, UnfitError
@@ -31,7 +32,7 @@ from forge.core.records import Validation
 from forge.core.terminal import progress, say
 from forge.data.end_token import TOKENIZER_CONFIG
 from forge.hosts.lock import lock
-from forge.trainer.saved_model import SavedModel, check_final_weights, not_pruned
+from forge.trainer.saved_model import SavedModel, check_final_weights
 
 CARD = "README.md"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

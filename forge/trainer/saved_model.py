@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,25 +109,6 @@ def check_final_weights(checkpoint: directory.Checkpoint, weights_digest: str) -
             cause="files of another checkpoint were copied into this one",
             fix=f"look at it: forge validate {checkpoint.folder}",
         )
-
-
-class Pruned(DataError):
-    """A checkpoint was removed while it was read."""
-
-
-@contextmanager
-def not_pruned(checkpoint: directory.Checkpoint) -> Iterator[None]:
-    """Raise Pruned where the run, which is training, prunes the checkpoint while it is read."""
-    try:
-        yield
-    except (DataError, FileNotFoundError):
-        if checkpoint.folder.exists():
-            raise
-        raise Pruned(
-            f"{checkpoint.folder} was removed while it was read",
-            cause="the run is training and keeps only its newest checkpoints",
-            fix="rerun the command, or raise train.keep_last",
-        ) from None
 
 
 def load_export(files: FileList) -> tuple[Decoder, LoadedTokenizer]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forge.checkpoint import directory, storage
+from forge.checkpoint.checkpoints import not_pruned
 from forge.checkpoint.directory import Checkpoint
 from forge.checkpoint.export_folder import atomic_directory
 from forge.checkpoint.index import INDEX, StoredPart, StoredTensor, index_bytes
@@ -27,7 +28,6 @@ from forge.hosts.lock import lock
 from forge.plugins.merge.weights import FORMS, merged_weights
 from forge.trainer.numerics import REFERENCE_SAMPLES
 from forge.trainer.optim import learning_rate
-from forge.trainer.saved_model import not_pruned
 from forge.validation.model_checks import ModelChecks
 from forge.validation.run_data import Data
 
