@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from forge.checkpoint import directory
+from forge.checkpoint.checkpoints import not_pruned
 from forge.checkpoint.directory import refuse_link
 from forge.checkpoint.sealed import ProgramCheckpoints, SealedCheckpoint
 from forge.core.config import use_recorded
@@ -146,7 +147,8 @@ def export_sealed(
             say(f"export of {checkpoint.folder.name} in {target}: nothing to do")
             return target
         with atomic_directory(target) as draft:
-            _copy(checkpoint, names, draft)
+            with not_pruned(checkpoint):
+                _copy(checkpoint, names, draft)
             lineage = checkpoint.manifest.lineage.model_dump(mode="json")
             write_json(
                 draft / MANIFEST, {**facts, "step": checkpoint.step, **lineage, "files": files}

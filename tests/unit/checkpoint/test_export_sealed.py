@@ -1,8 +1,11 @@
 """`forge export` of another program's run copies what it names, by digest, and only once."""
 
+import shutil
+
 import pytest
 from test_sealed import MADE_BY, write
 
+from forge.checkpoint.directory import remove
 from forge.checkpoint.export_folder import export_sealed, record_export
 from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.core.config import Config, checked
@@ -58,6 +61,21 @@ def test_pattern_without_files_is_named_with_what_there_is(paths, tmp_path):
 def test_corrupt_file_is_refused_and_leaves_nothing(paths, tmp_path):
     (paths.checkpoints / "checkpoint-9/optimizer.pt").write_text("lurge")
     with pytest.raises(DataError, match=r"checkpoint-9 is corrupt: optimizer\.pt has digest"):
+        export(config_of(tmp_path, ["*"]))
+    assert list(paths.exports.glob("checkpoint*")) == []
+
+
+def test_checkpoint_that_is_pruned_while_it_is_copied_is_an_error_that_says_so(
+    paths, tmp_path, monkeypatch
+):
+    copyfile = shutil.copyfile
+
+    def pruned(source, target):
+        remove(paths.checkpoints / "checkpoint-9")
+        copyfile(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", pruned)
+    with pytest.raises(DataError, match="checkpoint-9 was removed while it was read"):
         export(config_of(tmp_path, ["*"]))
     assert list(paths.exports.glob("checkpoint*")) == []
 
