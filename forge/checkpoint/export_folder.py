@@ -3,6 +3,7 @@ of another program's run, which copies files of its last checkpoint. No torch.""
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -110,12 +111,23 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         draft.mkdir(parents=True)
         try:
             yield draft
+            for path in draft.rglob("*"):
+                _fsync(path)
             fsync_folder(draft)
             draft.rename(target)  # replaces an empty directory, and no other
             fsync_folder(target.parent)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)  # else a full disk would stay full
             raise
+
+
+def _fsync(path: Path) -> None:
+    """Make a file, or the names in a directory, survive a power failure."""
+    if path.is_dir():
+        fsync_folder(path)
+        return
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
 
 
 def export_sealed(

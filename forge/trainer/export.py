@@ -8,7 +8,6 @@ architecture have a matrix transposed, it is transposed.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -139,8 +138,6 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         ) from None
     # The library sets mode 0600, which would hide the weights from the group.
     path.chmod(path.parent.stat().st_mode & 0o666)
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
 
 
 # --- configs, tokenizer, manifest, card ---------------------------------------------------------

@@ -1,6 +1,8 @@
 """`forge export` of another program's run copies what it names, by digest, and only once."""
 
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 from test_sealed import MADE_BY, write
@@ -63,6 +65,20 @@ def test_corrupt_file_is_refused_and_leaves_nothing(paths, tmp_path):
     with pytest.raises(DataError, match=r"checkpoint-9 is corrupt: optimizer\.pt has digest"):
         export(config_of(tmp_path, ["*"]))
     assert list(paths.exports.glob("checkpoint*")) == []
+
+
+def test_export_has_its_name_only_when_each_file_and_folder_of_it_is_on_disk(
+    paths, tmp_path, monkeypatch
+):
+    synced, fsync = set(), os.fsync
+
+    def noted(fd):
+        synced.add(Path(f"/proc/self/fd/{fd}").readlink().name)
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    folder = export(config_of(tmp_path, ["*"]))
+    assert {path.name for path in folder.rglob("*")} <= synced
 
 
 def test_checkpoint_that_is_pruned_while_it_is_copied_is_an_error_that_says_so(
