@@ -28,7 +28,7 @@ from pathlib import Path
 import forge
 from forge.core import project_plugins
 from forge.core.config import Config
-from forge.core.errors import ConfigError
+from forge.core.errors import ConfigError, UnfitError
 from forge.core.files import private_root, short_id
 from forge.core.machine import Machine, StageSettings
 from forge.core.process import hostname
