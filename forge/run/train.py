@@ -277,7 +277,9 @@ def _launch(
         # Nodes that do not see `results` could not be given what they need, or the first node of the
         # ranks named no port at which they could meet.
         failed = err.failures if isinstance(err, nodes.NodesFailed) else hosts.hosts
-        host, cause = next(iter(failed)), lost_ranks.PEER_LOST
+        # A first node may start other commands all the same: as after a hang, it is checked and avoided.
+        cause = lost_ranks.HANG if isinstance(err, slurm.NodeUnfit) else lost_ranks.PEER_LOST
+        host = next(iter(failed))
         return RankRecord("lost", code=err.code, cause=cause, message=err.what, host=host)
     except DiskFull as err:  # before any rank started
         if start.job is None:
@@ -299,7 +301,7 @@ def _at_fault(
     if record.cause == lost_ranks.GPU_FAULT:
         return {record.host: record.message}
     if record.cause == lost_ranks.HANG:
-        say(f"checking {record.host}, on which a rank hung …")
+        say(f"checking {record.host}, on which a rank hung, or none could start …")
     elif record.cause == lost_ranks.PEER_LOST and not record.host and placement.hosts:
         say(f"checking {', '.join(placement.hosts)}: nothing tells which rank is to blame …")
         blamed = placement

@@ -280,6 +280,25 @@ def test_first_node_that_names_no_port_gives_way_to_a_spare(trained, paths, monk
     assert "n1 cannot run python" in events.last(events.read(paths.events), events.Lost).message
 
 
+def test_first_node_that_names_no_port_and_starts_other_commands_is_checked(
+    trained, rechecked, paths, monkeypatch
+):
+    launch = Program.launch
+
+    def fails_once(program, start, placement, step):
+        if not program.hosts:
+            program.hosts.append(placement.hosts)
+            raise slurm.NodeUnfit("node n1 cannot run python: no such file")
+        return launch(program, start, placement, step)
+
+    monkeypatch.setattr(Program, "launch", fails_once)
+    checked = rechecked("python: no such file")
+    program, record = trained(DONE)
+    assert (record, checked) == (DONE, ["n1"])
+    assert program.hosts == [("n1", "n2"), ("n2", "n3")]
+    assert paths.bad_nodes.read_text().split()[0] == "n1"
+
+
 FULL = RankRecord(
     "failed", 1, 69, cause="DiskFull", message="cannot write x: No space left on device"
 )
