@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Self
 
 from forge.core import terminal
+from forge.core.errors import UnfitError
 from forge.core.files import inodes_in
 from forge.core.json_lines import Follower
 from forge.core.terminal import Progress, say, unstamped
@@ -129,8 +130,9 @@ class Console:
     def show(self, inodes: Mapping[str, int] | None = None) -> None:
         """inodes: of the files in the directory, where the caller has read it just now."""
         inodes = inodes_in(self._folder) if inodes is None else inodes
-        # Training goes on where nothing can be shown: the next call tries again.
-        with contextlib.suppress(OSError):
+        # Training goes on where nothing can be shown: the next call tries again. A follower raises
+        # UnfitError for errors of a disk.
+        with contextlib.suppress(OSError, UnfitError):
             self._show_messages(inodes)
             if BAR in inodes:
                 self._bar.show()

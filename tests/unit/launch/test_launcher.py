@@ -16,6 +16,7 @@ from support.live_run import wait_until
 from forge.core import events, process
 from forge.core.errors import Exit, UnfitError
 from forge.core.files import write_json
+from forge.core.json_lines import Follower
 from forge.core.machine import Machine
 from forge.core.paths import RunPaths
 from forge.core.process import Process
@@ -23,6 +24,7 @@ from forge.hosts.nodes import UnresponsiveNodes
 from forge.hosts.placement import Placement
 from forge.launch import launcher, lost_ranks
 from forge.launch.heartbeat import Activity
+from forge.launch.rank_output import MESSAGES
 from forge.launch.rank_records import NO_RECORD, LaunchSpec, PreflightTask, RankRecord
 from forge.slurm import slurm
 
@@ -339,8 +341,13 @@ def test_disk_that_does_not_answer_ends_no_launch_and_the_next_look_finds_a_lost
             raise OSError(errno.EIO, "Input/output error", str(path))
         return lstat(path, **keys)
 
+    def unread(follower):
+        raise UnfitError(f"cannot read {follower.path}: Input/output error")
+
+    (watched.spec.directory / MESSAGES).write_text("a line of rank 0\n")
     with monkeypatch.context() as patch:
         patch.setattr(os, "lstat", no_answer)
+        patch.setattr(Follower, "new_lines", unread)
         took, looks = watched(0.5)
     assert took >= 0.5 and looks > 1
     watched.spec.path.unlink()
