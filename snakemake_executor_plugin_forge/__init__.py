@@ -50,6 +50,7 @@ class Executor(SlurmExecutor):
         # First: the thread that watches the jobs is started by the base class.
         self._watch = JobWatch(self, super().run_job, super().cancel_jobs)
         self._without_snakemake: set[Any] = set()  # ids of jobs; also of those that were taken back
+        self._submitted: set[str] = set()  # ids in Slurm of the jobs of this command
         super().__init__(workflow, logger)
 
     def __post_init__(self, test_mode: bool = False) -> None:
@@ -91,6 +92,10 @@ class Executor(SlurmExecutor):
         this one be killed, the next would run the whole job again. They are complete or absent."""
         own = job_info.job.jobid in self._without_snakemake
         super().report_job_submission(job_info, register_job=register_job and not own)
+
+    def _report_job_submission_threadsafe(self, job_info: Any) -> None:
+        self._submitted.add(str(job_info.external_jobid))
+        super()._report_job_submission_threadsafe(job_info)
 
     def _report_job_error_threadsafe(self, job_info: Any, msg: str) -> None:
         self._watch.note_refusal(job_info, msg)

@@ -76,7 +76,8 @@ def take_back(executor: Any, job: Any, *, look: bool = False) -> str:
     comment = f"rule_{job.name}" + (f"_wildcards_{wildcards}" if wildcards else "")
     trouble = ""
     try:
-        found = _same(adoptable(executor.run_uuid, patience_sec=0), comment)
+        listed = adoptable(executor.run_uuid, patience_sec=0)
+        found = _same((one for one in listed if one.id not in executor._submitted), comment)
         if found and not jobs.rules_of(comment) <= jobs.rules_of(found.comment):
             trouble = f"job {found.id} of the same run, which does less, has not ended"
     except slurm.SlurmSilent as err:

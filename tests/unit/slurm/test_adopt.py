@@ -19,7 +19,7 @@ class Recorder:
         self.run_uuid, self.slurm_logdir, self.reported = "base_1", folder, []
         self.logger = SimpleNamespace(info=lambda text: None)
         self._report_job_submission_threadsafe = self.reported.append
-        self._without_snakemake = set()
+        self._without_snakemake, self._submitted = set(), set()
 
 
 def group(*rules):
@@ -64,6 +64,16 @@ def test_rule_is_found_by_its_wildcards(executor, monkeypatch):
     assert adopt.take_back(executor, validation()) == "RUNNING"
     log = executor.reported[0].aux["slurm_logfile"].relative_to(executor.slurm_logdir)
     assert str(log) == "rule_validate_run/base/4.log"
+
+
+def test_job_that_this_command_watches_already_is_not_taken_for_another(executor, monkeypatch):
+    """Groups of a user with the same rules have the same comment."""
+    in_queue(monkeypatch, queued(id="4", run=None, comment="rule_mine_one_two"))
+    mine = SimpleNamespace(name="mine_one_two", jobid="y", is_group=lambda: True)
+    executor._submitted.add("4")
+    assert adopt.take_back(executor, mine, look=True) == ""
+    executor._submitted.clear()
+    assert adopt.take_back(executor, mine, look=True) == "RUNNING"
 
 
 @pytest.mark.parametrize("job", [group("train_run"), validation()])

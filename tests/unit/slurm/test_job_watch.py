@@ -29,7 +29,7 @@ SILENT = "echo 'squeue: error: Unable to contact slurm controller (connect failu
 OVERRIDDEN = {
     *("run_job", "cancel_jobs", "check_active_jobs", "sleep"),
     *("_report_job_error_threadsafe", "get_job_exec_prefix", "format_job_exec"),
-    "report_job_submission",
+    *("report_job_submission", "_report_job_submission_threadsafe"),
 }
 
 
@@ -39,8 +39,8 @@ def test_plugin_is_the_one_that_the_watch_was_tested_with():
         f"the plugin is {found}, Forge's executor was tested with {job_watch.PLUGIN_VERSION}. Read in the"
         " plugin what snakemake_executor_plugin_forge overrides (check_active_jobs, sleep, run_job,"
         " cancel_jobs, _report_job_error_threadsafe, get_job_exec_prefix, format_job_exec,"
-        " report_job_submission) and what is read of it (run_uuid, wait, array_jobs,"
-        " aux['slurm_logfile']), run tests/slurm/test_job_watch.py and test_workflow.py, then change"
+        " report_job_submission and its _threadsafe form) and what is read of it (run_uuid, wait,"
+        " array_jobs, aux['slurm_logfile']), run tests/slurm/test_job_watch.py and test_workflow.py, then change"
         " PLUGIN_VERSION and pyproject.toml."
     )
 
@@ -597,6 +597,7 @@ def test_job_that_slurm_took_without_an_answer_is_watched_and_else_submitted_aga
     executor, job, reported = refusing(TIMED_OUT, ""), Job(), []
     job.name, job.wildcards, job.jobid = "validate_run", ["base"], 3
     executor.slurm_logdir, executor._without_snakemake = tmp_path, set()
+    executor._submitted = set()
     executor._report_job_submission_threadsafe = reported.append
     executor.run_job(job)
     assert executor.failure == []
