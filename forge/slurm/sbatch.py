@@ -199,15 +199,21 @@ def excluding(given: str, nodes: Iterable[str]) -> str:
 
 
 def _without_exclude(options: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The nodes that options of sbatch exclude, however that is written, and the other options."""
-    nodes, others, words = [], [], iter(options)
+    """The nodes that options of sbatch exclude by name, in any spelling, and the other options."""
+    nodes: list[str] = []
+    others, words = [], iter(options)
     for word in words:
         if word in ("-x", "--exclude"):
-            nodes += slurm.expand(next(words, ""))
+            given = next(words, "")
         elif match := re.match("--exclude=|-x", word):
-            nodes += slurm.expand(word[match.end() :])
+            given = word[match.end() :]
         else:
             others.append(word)
+            continue
+        if "/" in given:  # a file of nodes, which sbatch reads
+            others.append(f"--exclude={given}")
+        else:
+            nodes += slurm.expand(given)
     return nodes, others
 
 

@@ -173,7 +173,9 @@ def test_requeued_job_keeps_off_unhealthy_nodes_and_those_it_excluded_before(
     tmp_path, slurm_says, monkeypatch, capsys
 ):
     slurm_says(replace(JOB, excluded=("n9",)))
-    RunPaths(tmp_path).bad_nodes.write_text("n2   # GPU fault\nn3   # 2020-01-01 GPU fault\n")
+    RunPaths(tmp_path).bad_nodes.write_text(
+        "n2   # GPU fault\nn3   # 2020-01-01T00:00:00 GPU fault\n"
+    )
     asked = []
     monkeypatch.setattr(slurm, "exclude", lambda *call: asked.append(call) or "not allowed")
     assert ask(tmp_path, "peer lost") == ""

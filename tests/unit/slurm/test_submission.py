@@ -340,6 +340,11 @@ def test_nodes_that_a_user_excludes_are_excluded_beside_those_of_the_run(word):
     assert given.excluding({"n8"}).options == ("--exclude=n7,n8",)
 
 
+@pytest.mark.parametrize("word", ["-x /site/bad", "--exclude=/site/bad"])
+def test_file_of_excluded_nodes_is_left_to_sbatch(word):
+    assert excluding(word, ["n8"]) == "--exclude=n8 --exclude=/site/bad"
+
+
 def test_request_has_what_the_executors_own_settings_add():
     """Such as a reservation: without it, sbatch --test-only would judge another job."""
     settings = SimpleNamespace(requeue=False, no_requeue=False, qos="high", reservation="class")
