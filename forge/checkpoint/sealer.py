@@ -17,7 +17,7 @@ from forge.checkpoint.sealed import (
     signature,
 )
 from forge.core import events
-from forge.core.errors import ForgeError, UnfitError
+from forge.core.errors import DataError, ForgeError, UnfitError
 from forge.core.terminal import say
 
 SCAN_SEC = 1.0
@@ -131,6 +131,9 @@ class Sealer:
             # Where files are gone, the program removes the checkpoint; the next pruning takes the seal.
             if sealed == files or {name for name, *_ in sealed} - {name for name, *_ in files}:
                 return False
+            if self._is_as_sealed(path):  # only its times are new, as by `touch`
+                self._sealed[path] = files
+                return False
             self._unseal(path)
         if not files or not self.checkpoints.is_complete(path, step):
             self._candidates.pop(path, None)
@@ -140,6 +143,12 @@ class Sealer:
             known = self._candidates[path] = Candidate(files, progress)
         is_quiet = progress.has_run(self.checkpoints.settle_sec, known.since)
         return progress.has_saved(step) or (not progress.tells_saves and (orderly or is_quiet))
+
+    def _is_as_sealed(self, path: Path) -> bool:
+        try:
+            return not list(self.checkpoints.open_complete(path).bad_files())
+        except DataError:
+            return False
 
     def _unseal(self, path: Path) -> None:
         """A rank has written on after the seal: the checkpoint was not complete."""

@@ -154,6 +154,19 @@ def test_checkpoint_of_an_earlier_launch_that_is_written_again_is_sealed_again(
     assert list(sealer.checkpoints.latest().bad_files()) == []
 
 
+def test_checkpoint_of_which_only_the_times_are_new_keeps_its_seal(sealer, ranks, capsys):
+    """As `touch` leaves it, against a purge of old files: the seal is of the launch that made it."""
+    folder = write(sealer.checkpoints, 5)
+    sealer.checkpoints.seal(folder, 5, MADE_BY)
+    sealed = sealer.checkpoints.seal_of(folder).read_bytes()
+    sealer.start()
+    for file in folder.rglob("*"):
+        os.utime(file, (1, 1))
+    sealer.finish(orderly=True)
+    assert "has changed" not in capsys.readouterr().err
+    assert sealer.checkpoints.seal_of(folder).read_bytes() == sealed
+
+
 def test_older_checkpoint_that_is_sealed_again_does_not_become_the_latest(sealer, ranks):
     older = write(sealer.checkpoints, 5)
     write(sealer.checkpoints, 9)
