@@ -214,14 +214,15 @@ def _parsed(stat: str) -> tuple[str, int]:
 
 
 def _is_hidden(pid: int) -> bool:
-    """Return whether another user has a process with this pid, which /proc does not show (hidepid)."""
+    """Return whether there is a process with this pid, of which /proc tells nothing (hidepid): another
+    user's, or one's own of another group (newgrp)."""
     try:
         os.kill(pid, 0)
     except PermissionError:
         return True
     except ProcessLookupError:
-        pass
-    return False
+        return False
+    return True
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
