@@ -331,7 +331,7 @@ def _to_stop(job: str) -> controller_job.ControllerJob:
             )
         unknown = [one for one in found if not living and one.elsewhere()]
         chosen = (living or unknown or found[-1:])[0]
-    if why := chosen.elsewhere():
+    if not chosen.listed() and (why := chosen.elsewhere()):
         raise UnfitError(
             f"{chosen.of_runs} cannot be stopped from here: {why}",
             cause="several clusters share this directory, and each knows its own jobs only",

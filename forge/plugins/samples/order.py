@@ -99,6 +99,12 @@ def stretches(run: RunPaths, data: str) -> list[Stretch]:
         config = checkpoint.config({"data": data})
         last = _last_step(run, checkpoint) if last is None else last
         tokens = _tokens(checkpoint, config)
+        if found and not tokens.by_source.keys() <= found[-1].tokens.by_source.keys():
+            raise DataError(
+                f"the samples before {found[-1].name} are not known: {paths.root} has other sources now",
+                cause="it was trained again since, and the checkpoint that was the parent is gone",
+                fix="restore the directory of the parent as it was",
+            )
         mix = SourceMix.recorded(tokens, config.train, checkpoint)
         ranks = partial(_ranks_of, paths)
         name = str(paths.root)
