@@ -108,5 +108,5 @@ def test_starts_that_are_killed_each_time_end_at_the_gate_with_the_reasons(runs)
     ended = run.train()
     assert ended.code == Exit.FAILED, ended.text
     assert "3 launches in a row did not get beyond step 0" in ended.text
-    assert ended.text.count("it exited without a record") == 3
+    assert ended.text.count("no end is recorded") == 3
     assert len(run.starts()) == 3
