@@ -40,8 +40,8 @@ def test_plugin_is_the_one_that_the_watch_was_tested_with():
         " plugin what snakemake_executor_plugin_forge overrides (check_active_jobs, sleep, run_job,"
         " cancel_jobs, _report_job_error_threadsafe, get_job_exec_prefix, format_job_exec,"
         " report_job_submission and its _threadsafe form) and what is read of it (run_uuid, wait,"
-        " array_jobs, aux['slurm_logfile']), run tests/slurm/test_job_watch.py and test_workflow.py, then change"
-        " PLUGIN_VERSION and pyproject.toml."
+        " array_jobs, aux['slurm_logfile']), run tests/slurm/test_job_watch.py and test_workflow.py, then"
+        " change PLUGIN_VERSION and pyproject.toml."
     )
 
 
