@@ -313,8 +313,8 @@ def _input_file(name: str, path: str, spec: str) -> InputFile:
 
 
 def _matches(parts: Sequence[str], folder: str = "") -> Iterator[str]:
-    """Paths that a glob, divided at its slashes, matches in a directory, as `glob.iglob` gives them. That
-    leaves out without a word what is in a directory which cannot be listed: here DataError.
+    """Paths that a glob, divided at its slashes, matches in a directory, as `glob.iglob` gives them.
+    `glob.iglob` silently skips a directory that cannot be listed; here that is a DataError.
 
     folder: ends with a slash; "" for the working directory.
     """
