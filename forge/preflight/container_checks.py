@@ -51,14 +51,15 @@ def _check(placement: Placement, host: str) -> Check:
     program = "srun" if engine == "pyxis" else engine
     kind = "file" if image.startswith("/") else "stored" if engine == "podman" else ""
     look = ["sh", "-c", LOOK, "sh", program, image, kind]
-    said, trouble = _run_on(placement, host, look, LOOK_SEC)
+    output, trouble = _run_on(placement, host, look, LOOK_SEC)
     if trouble:
         return Check(NAME, "fail", f"{host} cannot be asked for {engine}: {trouble}")
-    if said.strip() == "engine":
+    said = output.strip().rpartition("\n")[2]  # after what a TaskProlog printed
+    if said == "engine":
         message = f"{engine} is not in the PATH of {host}"
         fix = f"install it there, name another container.engine, or leave {host} out"
         return Check(NAME, "fail", message, fix, "it is not installed, or needs `module load`")
-    if said.strip() == "image":
+    if said == "image":
         return _no_image(image, engine, host)
     begin = [container.python, "-c", VERSION]
     answer, trouble = _run_on(placement, host, container.around(begin), START_SEC, inside=True)
@@ -74,7 +75,7 @@ def _check(placement: Placement, host: str) -> Check:
         )
         fix = "build the image again, or run the commands in a clone of the project (docs/containers.md)"
         return Check(NAME, "fail", message, fix, cause)
-    return Check(NAME, "ok", f"{said.strip()}, {image}, Forge {inner}")
+    return Check(NAME, "ok", f"{said}, {image}, Forge {inner}")
 
 
 def _no_image(image: str, engine: str, host: str) -> Check:

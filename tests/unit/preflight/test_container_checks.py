@@ -60,7 +60,11 @@ def test_container_that_starts_is_named_with_its_versions(monkeypatch):
             "x",
             ("podman on n1 has no image x", "each user on each node", "podman load"),
         ),
-        (Node("image"), "/x.sif", ("there is no /x.sif on n1", "", "srun -w n1 ls -l /x.sif")),
+        (
+            Node("Welcome to n1!\nimage\n"),
+            "/x.sif",
+            ("there is no /x.sif on n1", "", "srun -w n1 ls -l /x.sif"),
+        ),
         (
             Node(python=("", f"exec: no such file\n{GONE}")),
             "x",
