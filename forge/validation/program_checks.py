@@ -79,8 +79,9 @@ def _weights(latest: SealedCheckpoint) -> Check | None:
     files = [path for path in paths if path.name.endswith(".safetensors")]
     if not files:
         return None
-    import torch
     from safetensors import SafetensorError, safe_open
+
+    from forge.checkpoint.program_tensors import TensorPart
 
     tensors = 0
     for file in files:
@@ -88,8 +89,8 @@ def _weights(latest: SealedCheckpoint) -> Check | None:
             with disk_trouble(file, "read"), safe_open(file, framework="pt") as weights:
                 for name in weights.keys():  # noqa: SIM118  no mapping
                     tensors += 1
-                    value = weights.get_tensor(name)
-                    if value.is_floating_point() and not torch.isfinite(value).all():
+                    part = TensorPart(name, file.name, weights.get_tensor(name))
+                    if part.tensor.is_floating_point() and not part.is_finite():
                         message = f"{name} in {file.name} has values that are not finite"
                         return Check("weights", "fail", message, cause="training diverged")
         except SafetensorError as err:

@@ -99,6 +99,17 @@ def test_weights_in_safetensors_files_are_checked(config, folder):
         messages(config)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_of_8_bits_are_checked(config, folder, dtype):
+    small = torch.ones(3).to(dtype)
+    save_file({"w": small}, folder / "model.safetensors")
+    assert messages(config)["weights"] == "1 tensors in 1 files, all finite"
+    small[1] = NAN
+    save_file({"w": small}, folder / "model.safetensors")
+    with pytest.raises(DataError, match=r"w in model\.safetensors has values that are not finite"):
+        messages(config)
+
+
 def test_checkpoint_that_is_one_safetensors_file_is_checked(tmp_path):
     config = config_of(tmp_path, pattern="model-{step}.safetensors")
     file = RunPaths.of(config).checkpoints / "model-5.safetensors"
