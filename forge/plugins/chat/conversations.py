@@ -73,7 +73,9 @@ def _message(message: object, where: str) -> Message:
             cause="another form of conversations, calls of tools, or parts that are not text",
             fix=f"{FORM}; role is one of {', '.join(ROLES)}, content a string",
         )
-    if more := [key for key, value in message.items() if value and key not in Message._fields]:
+    # What says nothing is let through, as tool_calls: null. Not "weight": 0, nor "train": false.
+    unread = (key for key, value in message.items() if value not in (None, "", [], {}))
+    if more := [key for key in unread if key not in Message._fields]:
         raise DataError(
             f"{where} has the keys {', '.join(more)}, which would not be read",
             fix="remove them, or put into content what shall be read",

@@ -275,6 +275,14 @@ WRONG = {
         {"messages": [{"role": "assistant", "content": "a", "tool_calls": [1]}]},
         "the keys tool_calls, which would not be read",
     ),
+    "a weight of 0": (
+        {"messages": [{"role": "assistant", "content": "a", "weight": 0}]},
+        "the keys weight, which would not be read",
+    ),
+    "train: false": (
+        {"messages": [{"role": "assistant", "content": "a", "train": False}]},
+        "the keys train, which would not be read",
+    ),
     "a mark": (
         {"messages": [{"role": "assistant", "content": f"a{END}"}]},
         r"has <\|im_end\|> in its content",
@@ -287,6 +295,14 @@ def test_a_file_of_another_form_is_refused_by_line(tmp_path: Path, name: str) ->
     line, message = WRONG[name]
     with pytest.raises(DataError, match=message):
         shards_of(tmp_path, [line])
+
+
+def test_keys_that_say_nothing_are_let_through(tmp_path: Path) -> None:
+    empty = {"tool_calls": None, "name": "", "functions": [], "meta": {}}
+    lines = [*spelled(20)]
+    for line in lines:
+        line["messages"] = [message | empty for message in line["messages"]]
+    assert shards_of(tmp_path, lines).train
 
 
 def test_text_that_is_no_conversation_is_refused(tmp_path: Path) -> None:
