@@ -490,6 +490,12 @@ def _read_trouble(path: str, kind: str) -> Iterator[None]:
     except (EOFError, zlib.error) as err:
         raise corrupt(path, err) from None
     except OSError as err:
+        if err.errno is None and "too much memory" in str(err):
+            raise DataError(
+                f"cannot decompress {path}: {err}",
+                cause="it is compressed with a window of more than 128 MiB (zstd --long=28 or more)",
+                fix=f"decompress it, zstd -d --long=31 {path}, or compress the text without --long",
+            ) from None
         if err.errno is None:  # gzip and pyarrow raise it for corrupt contents
             raise corrupt(path, err) from None
         raise DataError(f"cannot read {path}: {err.strerror}", fix="make it readable") from None

@@ -96,3 +96,13 @@ class _ReportedFile(io.FileIO):
         length = super().readinto(buffer)
         self._file.add(memoryview(buffer)[:length])
         return length
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            return self.readall()
+        buffer = bytearray(size)
+        return bytes(memoryview(buffer)[: self.readinto(buffer)])
+
+    def readall(self) -> bytes:
+        """Called by a buffered stream that is read to its end; FileIO's own does not call `readinto`."""
+        return b"".join(iter(lambda: self.read(CHUNK_BYTES), b""))

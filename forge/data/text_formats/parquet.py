@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from forge.core.errors import DataError
+from forge.core.text_formats import is_compressed
 from forge.data.decoding import Utf8, check_length, corrupt, no_text
 from forge.data.input_bytes import TextInput
 from forge.data.not_text import HEAD_BYTES, require_text
@@ -22,6 +24,12 @@ def documents(file: TextInput) -> Iterator[str]:
     with path.open("rb") as begin:
         head = begin.read(HEAD_BYTES)
     if not head.startswith(b"PAR1"):
+        if is_compressed(file.name):
+            raise DataError(
+                f"{utf8.path} is compressed parquet",
+                cause="parquet is read from its end, and has compressed pages inside",
+                fix="decompress it (gunzip, zstd -d), and name the file .parquet",
+            )
         require_text(head, utf8.path)
     field, row = file.settings.text_field, 0
     try:

@@ -13,6 +13,7 @@ import blake3
 import pyarrow
 import pyarrow.parquet
 import pytest
+import zstandard
 from support.repository import REPOSITORY
 
 from forge.core.config import Config, checked
@@ -21,6 +22,8 @@ from forge.core.files import digest_file
 from forge.core.text_formats import FORMATS, TEXT_FORMATS, format_by_name
 from forge.core.tokenize_settings import Tokenize
 from forge.data import corpus
+from forge.data.decoding import CHUNK_BYTES, Utf8
+from forge.data.input_bytes import TextInput
 
 TEXTS = ["one, two", "ü 世界 🙂"]
 
@@ -84,3 +87,39 @@ def test_unknown_format_is_refused_with_those_of_the_table() -> None:
     with pytest.raises(ConfigError) as refused:
         checked(Config, {"tokenize": {"format": "warc"}}, "config.yaml")
     assert not [name for name in ("auto", *FORMATS) if name not in refused.value.what]
+
+
+@pytest.mark.parametrize("sizes", [[-1], [None], [10, -1], [10, CHUNK_BYTES + 1, -1]])
+def test_file_that_a_library_reads_to_its_end_is_counted_and_digested_whole(
+    sizes: list[int | None], tmp_path: Path
+) -> None:
+    path = tmp_path / "large.xml"
+    path.write_bytes(b"<text>" + b"some words " * 300_000)
+    hasher, counted = blake3.blake3(), list[int]()
+    settings = Tokenize(inputs=[str(path)])
+    utf8 = Utf8(str(path), settings.invalid_utf8, print)
+    size = path.stat().st_size
+    file = TextInput(path.name, str(path), size, "x", settings, utf8, counted.append, hasher)
+    with file.open() as stream:
+        data = b"".join(stream.read(size) for size in sizes)
+    assert data == path.read_bytes()
+    assert hasher.hexdigest() == digest_file(path)
+    assert sum(counted) == size
+
+
+def test_compressed_parquet_is_told_to_be_that(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet.gz"
+    path.write_bytes(gzip.compress(parquet()))
+    with pytest.raises(DataError, match="is compressed parquet") as caught:
+        read(path, "auto")
+    assert "gunzip" in caught.value.fix
+
+
+def test_zstd_of_a_long_window_is_not_called_corrupt(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt.zst"
+    parameters = zstandard.ZstdCompressionParameters(window_log=28)
+    writer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    path.write_bytes(writer.compress(b"some words " * 300_000) + writer.flush())
+    with pytest.raises(DataError, match="cannot decompress") as caught:
+        read(path, "text")
+    assert "--long=31" in caught.value.fix
