@@ -9,7 +9,6 @@ at the last one of its document. The id that ends a document counts 0.
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +24,7 @@ from forge.data.shards import Bytes, Ids, Shard, ShardSet
 from forge.data.sources import Tokens, open_tokens
 from forge.data.statistics import Statistics, read_statistics
 from forge.data.tokenizer import LoadedTokenizer, load_tokenizer
-from forge.data.windows import Windows
+from forge.data.windows import WindowIndex
 
 
 class ByteCounter:
@@ -109,12 +108,11 @@ def _kept(shards: ShardSet, data: str, seq_len: int, count: int) -> TextBytes:
 
 
 def _measured(shards: ShardSet, data: str, seq_len: int, count: int) -> TextBytes:
-    sizes = {shard.path: _written_bytes(shard) for shard in shards.val}
-    estimated = any(size is None for size in sizes.values())
+    estimated = not all(map(_has_bytes, shards.val))
     if estimated:
         tokenizer = load_tokenizer(tokenizer_folder(data, shards.manifest.tokenizer_id))
         spelled = _spelled_bytes(Spelling(tokenizer), tokenizer.eos_id)
-    windows = Windows(shards.val, seq_len, split="val")
+    windows = WindowIndex(shards.val, seq_len, split="val")
     chosen = spread_evenly(windows.num_samples, count)
     total, num_targets = 0, len(chosen) * seq_len
     for shard, first in map(windows.place, chosen):
@@ -125,13 +123,16 @@ def _measured(shards: ShardSet, data: str, seq_len: int, count: int) -> TextByte
             num_targets -= len(ids) - len(learned)
             total += int(spelled[learned].sum())
         else:
-            total += int(sizes[shard.path][targets].sum())
+            total += int(_written_bytes(shard)[targets].sum())
     return TextBytes(targets=num_targets, bytes=total, estimated=estimated)
 
 
-def _written_bytes(shard: Shard) -> Any:
-    """The `.bytes` file of a shard; None where it is missing or of another size."""
+def _has_bytes(shard: Shard) -> bool:
+    """Return whether the shard has its `.bytes` file, with as many entries as ids."""
     path = shard.bytes_path
-    if not path.is_file() or path.stat().st_size != 4 * shard.num_tokens:
-        return None
-    return np.memmap(path, np.dtype("<u4"), mode="r", shape=(shard.num_tokens,))
+    return path.is_file() and path.stat().st_size == 4 * shard.num_tokens
+
+
+def _written_bytes(shard: Shard) -> Bytes:
+    """The `.bytes` file of a shard. A map has an open file, and a corpus more shards than may be open."""
+    return np.memmap(shard.bytes_path, np.dtype("<u4"), mode="r", shape=(shard.num_tokens,))

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from forge.core.errors import DataError
+from forge.core.process import raise_open_files
 from forge.data.shards import Shard, Split
 from forge.data.sources import Tokens
 
 
-class Windows:
-    """All windows of seq_len + 1 tokens in the shards, with consecutive indices.
+class WindowIndex:
+    """The places of all windows of seq_len + 1 tokens in the shards, with consecutive indices. Opens no
+    shard.
 
     Raises DataError where no shard has one. split: the name of the shards in that message.
     """
@@ -25,23 +27,46 @@ class Windows:
         self.num_samples = sum(counts)
         self.seq_len = seq_len
         if not self.num_samples:
-            longest = max((shard.num_tokens for shard in shards), default=0)
-            raise DataError(
-                f"no {split} shard holds one sequence: train.seq_len is {seq_len} and needs "
-                f"{seq_len + 1} tokens, the longest of {len(shards)} shards has {longest}",
-                cause="the corpus is too small, or almost all of it went to the other split",
-                fix="add text, lower train.seq_len or change tokenize.val_fraction",
-            )
+            raise _no_window(shards, seq_len, split)
         self.shards = shards
-        self._views = [
-            _window_view(shard.read(), seq_len) if count else None
-            for shard, count in zip(shards, counts, strict=True)
-        ]
 
     def place(self, index: int) -> tuple[Shard, int]:
         """Shard of a window, and its first token there."""
         number = int(self.ends.searchsorted(index, side="right"))
         return self.shards[number], int(index - self.starts[number]) * self.seq_len
+
+
+def _no_window(shards: Sequence[Shard], seq_len: int, split: str) -> DataError:
+    sizes = [shard.num_tokens for shard in shards]
+    trouble = (
+        f"no {split} shard holds one sequence: train.seq_len is {seq_len} and needs {seq_len + 1}"
+        f" tokens, the longest of {len(shards)} shards has {max(sizes, default=0)}"
+    )
+    if sum(sizes) > seq_len:
+        return DataError(
+            trouble,
+            cause=f"they have {sum(sizes)} tokens together, but a sequence is of one shard, and each part"
+            " of the text (tokenize.part_mib) has shards of its own",
+            fix="raise tokenize.part_mib, or lower train.seq_len",
+        )
+    return DataError(
+        trouble,
+        cause="the corpus is too small, or almost all of it went to the other split",
+        fix="add text, lower train.seq_len or change tokenize.val_fraction",
+    )
+
+
+class Windows(WindowIndex):
+    """The windows of an index, in shards that stay open from now on: what is read is what was there when
+    they were verified. Raises as WindowIndex."""
+
+    def __init__(self, shards: Sequence[Shard], seq_len: int, *, split: str = "train") -> None:
+        super().__init__(shards, seq_len, split=split)
+        raise_open_files()  # a shard is one, and a corpus may have 10,000
+        self._views = [
+            _window_view(shard.read(), seq_len) if shard.num_windows(seq_len) else None
+            for shard in shards
+        ]
 
     def gather(self, indices: np.ndarray) -> np.ndarray:
         """The windows with these indices, in this order, as int64 [len(indices), seq_len + 1]. ~id, which

@@ -226,3 +226,15 @@ def test_evaluation_windows_are_spread_evenly_over_the_split(tmp_path: Path) -> 
     windows = Windows(shards_of(tmp_path, 501, 501), 10)
     (batch,) = eval_batches(windows, 4, rank=0, world_size=1, micro=8)
     assert batch[0][:, 0].tolist() == [0, 250, 501, 751]
+
+
+def test_shards_that_hold_a_sequence_only_together_are_told_with_the_size_of_parts(
+    tmp_path: Path,
+) -> None:
+    shards = shards_of(tmp_path, 10, 12, 11)
+    with pytest.raises(DataError, match="the longest of 3 shards has 12") as caught:
+        Windows(shards, 20)
+    assert "33 tokens together" in caught.value.cause and "part_mib" in caught.value.fix
+    with pytest.raises(DataError) as caught:
+        Windows(shards, 40)
+    assert "the corpus is too small" in caught.value.cause

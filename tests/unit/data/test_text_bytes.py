@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,13 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def tokens(
-    folder: Path, tokenizer: Tokenizer, documents: list[str] = DOCUMENTS, eos: str = EOS
+    folder: Path,
+    tokenizer: Tokenizer,
+    documents: list[str] = DOCUMENTS,
+    eos: str = EOS,
+    **keys: object,
 ) -> ResolvedConfig:
-    """Tokenize documents in several shards. The config."""
+    """Tokenize documents in several shards. The config. keys: of the section tokenize."""
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text(SEPARATOR.join(documents))
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -99,6 +104,7 @@ def tokens(
                 "val_fraction": 0.4,
                 "shard_tokens": 1024,
                 "max_lost": 1.0,
+                **keys,
             },
         )
     )
@@ -303,3 +309,18 @@ def test_tokens_without_these_files_are_estimated_and_what_was_measured_is_kept(
     estimated = measured(config, count=1000)
     assert estimated.estimated
     assert estimated.bytes == pytest.approx(exact.bytes, rel=0.02)
+
+
+def test_more_shards_than_files_may_be_open_are_measured(tmp_path: Path) -> None:
+    config = tokens(tmp_path, bpe(), shard_tokens=128)
+    expected = measured(config)
+    shards = ShardSet.open(tokens_folder(config.data, config.ids.tokens))
+    (shards.folder / STATISTICS).unlink()
+    used = len([*Path("/proc/self/fd").iterdir()])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, hard))
+    try:
+        found = measured(config)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(shards.val) > 10 and found == expected
