@@ -29,6 +29,7 @@ from forge.core.paths import (
 )
 from forge.core.sample_sheet import read_rows, run_configs, shared_folders
 from forge.core.terminal import say
+from forge.core.values import read_cell
 from forge.data.content_ids import resolve
 from forge.hosts.allocation import (
     OF_COMMAND,
@@ -51,7 +52,7 @@ def read_config(settings: Any, files: Sequence[str] = (CONFIG,)) -> dict[str, An
     as 8, YAML 1.1), and would read a file of 300 bytes for minutes. Without the keys of --config that are
     about the allocation. Raises ConfigError.
     """
-    given = {name: value for name, value in settings.config.items() if name not in OF_COMMAND}
+    given = {name: value for name, value in _given(settings).items() if name not in OF_COMMAND}
     _refuse_misspelt(given)
     merged: dict[str, Any] = {}
     if settings.replace_workflow_config:
@@ -65,6 +66,29 @@ def read_config(settings: Any, files: Sequence[str] = (CONFIG,)) -> dict[str, An
             merged = {name: old for name, old in merged.items() if name not in unused}
         _merge(merged, values)
     return merged
+
+
+def _given(settings: Any) -> dict[str, Any]:
+    """The values of --config, read as values of all other places are: in those of Snakemake everything
+    inside a section is text, `null` too (`snakemake.cli.parse_config`)."""
+    given: dict[str, Any] = {}
+    for word in settings.config_args or ():
+        name, _, text = word.partition("=")
+        value = read_cell(text)
+        if isinstance(value, Mapping):
+            _merge(given, {name: value})
+    # A section in another form than JSON stays as Snakemake has read it.
+    return {
+        name: given.get(name, value) if _is_of_texts(value) else value
+        for name, value in settings.config.items()
+    }
+
+
+def _is_of_texts(value: Any) -> bool:
+    """Return whether all values of a section are texts: not so of a program that calls Snakemake."""
+    if isinstance(value, Mapping):
+        return all(map(_is_of_texts, value.values()))
+    return all(map(_is_of_texts, value)) if isinstance(value, list) else isinstance(value, str)
 
 
 def _refuse_misspelt(given: Mapping[str, Any]) -> None:

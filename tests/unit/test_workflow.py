@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from snakemake.cli import parse_config
+from snakemake.settings.types import ConfigSettings
 from support.repository import REPOSITORY
 
 from forge.core.config import Config, checked, load_config
@@ -240,7 +242,7 @@ def given(tmp_path, monkeypatch):
 
     def make(config, sheet="run\nbase\n"):
         (tmp_path / "config/runs.tsv").write_text(sheet)
-        return SimpleNamespace(config=config, configfiles=[], replace_workflow_config=False)
+        return ConfigSettings(config=config)
 
     return make
 
@@ -250,6 +252,24 @@ def test_nodes_of_one_command_are_no_config_and_hold_for_all_runs(given):
     assert runs.read_config(settings) == {"train": {"max_steps": 3, "seed": 2}}
     found = runs.read_layouts(settings, {"nodes": 2, "tasks_per_node": 4}, main=True)
     assert found == {run: {"nodes": 8, "slurm_partition": "big"} for run in "ab"}
+
+
+def test_values_in_a_section_of_the_command_line_are_those_of_a_file(given):
+    given({})
+    words = [
+        'train={"decay_steps": null, "mix": {"web": 0.7, "code": 1}, "compile": true}',
+        'tokenize={"document_separator": null, "eos_token": "null"}',
+        "train={max_steps: 30, schedule: wsd}",
+        "nodes=2",
+    ]
+    settings = ConfigSettings(config=parse_config(words), config_args=words)
+    assert runs.read_config(settings) == {
+        "train": {
+            **{"decay_steps": None, "mix": {"web": 0.7, "code": 1}, "compile": True},
+            **{"max_steps": 30, "schedule": "wsd"},
+        },
+        "tokenize": {"document_separator": None, "eos_token": "null"},
+    }
 
 
 @pytest.mark.parametrize(
