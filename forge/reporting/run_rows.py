@@ -11,7 +11,7 @@ from forge.checkpoint.manifest import Manifest, RecordedMix
 from forge.core.config import Ids
 from forge.core.errors import DataError
 from forge.core.files import canonical, digest_bytes
-from forge.core.mix import MixStage
+from forge.core.mix import MixStage, stage_at, stages
 from forge.core.paths import MANIFEST, RunPaths, checkpoint_step, tokens_folder
 from forge.core.records import Evaluation, Score
 from forge.data.shards import ShardManifest
@@ -19,6 +19,8 @@ from forge.data.statistics import read_statistics
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import data_folder, ids_of
 
+# Keys of `train` on which a validation loss depends, besides the text; `mix` weighs its sources.
+MEASURED_BY = ("seq_len", "eval_samples", "document_mask", "mix")
 OF_SHARDS = ("shard_tokens", "part_mib", "seq_len")
 
 
@@ -156,6 +158,16 @@ def validation_text(paths: RunPaths) -> str:
         for name, one in known.items()
     }
     return digest_bytes(canonical(text))
+
+
+def measured_by(files: RunFiles, step: int) -> dict[str, object]:
+    """The values of MEASURED_BY of a run after `step` steps; of the mix the shares in the last step."""
+    train = files.config.get("train", {})
+    found = {key: train.get(key) for key in MEASURED_BY}
+    if mix := found["mix"]:
+        shares = stage_at(stages(mix), max(step - 1, 0)).shares
+        found["mix"] = {name: round(float(share), 6) for name, share in shares.items() if share}
+    return found
 
 
 def _without_sizes(settings: dict[str, Any]) -> dict[str, Any]:

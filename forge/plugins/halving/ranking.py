@@ -11,7 +11,7 @@ from forge.core.errors import ConfigError
 from forge.core.paths import RunPaths
 from forge.core.values import shown
 from forge.reporting.run_files import RunFiles
-from forge.reporting.run_rows import validation_text
+from forge.reporting.run_rows import measured_by, validation_text
 from forge.reporting.run_state import ask_slurm, ids_of, judge
 from forge.trainer import metrics
 
@@ -94,8 +94,25 @@ def ranked(configs: Mapping[str, Config], step: int) -> tuple[list[Contender], s
             " bits per byte compare",
             fix="name runs of the same text",
         )
+    _check_measured_alike({run: one for run, one in files.items() if by_run[run]}, step)
     found = [Contender(run, _value(line, unit)) for run, line in by_run.items()]
     return sorted(found, key=lambda one: (one.value, one.run)), unit
+
+
+def _check_measured_alike(files: Mapping[str, RunFiles], step: int) -> None:
+    measured = {run: measured_by(one, step) for run, one in files.items()}
+    first = next(iter(measured), "")
+    for run, values in measured.items():
+        for key, value in values.items():
+            if value != (other := measured[first][key]):
+                raise ConfigError(
+                    f"the losses of runs {first} and {run} do not compare: their train.{key} at step"
+                    f" {step} is {shown(other)} and {shown(value)}",
+                    cause="a validation loss is the mean over its sources by the mix of the run"
+                    if key == "mix"
+                    else "it is measured on other samples",
+                    fix="name runs that have the same",
+                )
 
 
 def _at(files: RunFiles, step: int) -> metrics.EvalLine | None:

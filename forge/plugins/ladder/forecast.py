@@ -24,12 +24,10 @@ from forge.plugins.ladder.records import (
 )
 from forge.plugins.ladder.settings import MIN_BUDGETS, MIN_SIZES, MIN_TRUNKS
 from forge.reporting.run_files import RunFiles
-from forge.reporting.run_rows import validation_text
+from forge.reporting.run_rows import MEASURED_BY, measured_by, validation_text
 from forge.reporting.run_state import ask_slurm, judge
 
 LEVEL, DRAWS, SEED = 0.9, 1000, 0
-# Keys of `train` on which a validation loss depends, besides the text.
-MEASURED_BY = ("seq_len", "eval_samples", "document_mask")
 
 
 def check_rows(rows: LadderRows) -> None:
@@ -85,7 +83,7 @@ def write_forecasts(rows: LadderRows) -> None:
     points, left_out = _points(rows)
     _check_enough(rows, points, left_out)
     done = [run for run, place in rows.forecasts.items() if _result(rows.paths(run), place)]
-    _check_same_text([rows.paths(run) for run in (*(point.run for point in points), *done)])
+    _check_same_text(rows, [*(point.run for point in points), *done])
     fit = _fit(rows, points, left_out)
     for run in rows.forecasts:
         _append(rows, run, fit)
@@ -129,14 +127,14 @@ def _result(paths: RunPaths, place: LadderPlace) -> tuple[float, str] | None:
     return (record.bpb, record.checkpoint_digest) if isfinite(record.bpb) else None
 
 
-def _check_same_text(runs: list[RunPaths]) -> None:
-    measured = {paths.root.name: _measured(paths) for paths in runs}
+def _check_same_text(rows: LadderRows, runs: Sequence[str]) -> None:
+    measured = {run: _measured(rows, run) for run in runs}
     first, *others = measured
     if other := [run for run in others if measured[run] != measured[first]]:
         raise ConfigError(
             f"runs {first} and {', '.join(other)} were not validated on the same text: bits per byte do"
             " not compare",
-            cause=f"other validation documents, or another train.{', '.join(MEASURED_BY)}",
+            cause=f"other validation documents, or another train.{', '.join(MEASURED_BY)} (at the end)",
             fix="leave out the rows that differ, or train all with the same",
         )
     if not measured[first][0]:
@@ -146,9 +144,9 @@ def _check_same_text(runs: list[RunPaths]) -> None:
         )
 
 
-def _measured(paths: RunPaths) -> list[Any]:
-    train = RunFiles(paths).config.get("train", {})
-    return [validation_text(paths), *(train.get(key) for key in MEASURED_BY)]
+def _measured(rows: LadderRows, run: str) -> tuple[str, dict[str, object]]:
+    paths, place = rows.paths(run), (rows.rungs | rows.forecasts)[run]
+    return validation_text(paths), measured_by(RunFiles(paths), place.step)
 
 
 def _fit(rows: LadderRows, points: list[RungPoint], left_out: list[str]) -> LadderFit:

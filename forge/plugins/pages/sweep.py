@@ -11,6 +11,7 @@ from typing import Any
 
 from forge.core.terminal import Table, print_plain
 from forge.plugins.pages.comparison import FACTS, NONE, ComparedRow, ComparedRun, Comparison
+from forge.reporting.run_rows import MEASURED_BY
 from forge.reporting.run_state import COLORS
 
 SEED = "train.seed"
@@ -235,6 +236,26 @@ def _between(steps: set[Any]) -> str:
 
 def _notes(runs: Sequence[ComparedRun], keys: Sequence[ComparedRow]) -> list[str]:
     """Warnings about losses that do not compare."""
+    return [*_of_tokens(runs, keys), *_of_measuring(keys)]
+
+
+def _of_measuring(keys: Sequence[ComparedRow]) -> list[str]:
+    of_train = {
+        row.label: row.label.split(".")[1] for row in keys if row.label.startswith("train.")
+    }
+    differ = [label for label, key in of_train.items() if key in MEASURED_BY]
+    if not differ:
+        return []
+    mixed = ", and a run on several sources has the mean by its own mix" * any(
+        key == "mix" for key in of_train.values()
+    )
+    return [
+        f"these runs were not measured alike ({', '.join(differ)}): their validation losses do not"
+        f" compare{mixed}"
+    ]
+
+
+def _of_tokens(runs: Sequence[ComparedRun], keys: Sequence[ComparedRow]) -> list[str]:
     differ = [row.label for row in keys if row.label.startswith(OF_TOKENS)]
     if not differ:
         return []

@@ -14,7 +14,7 @@ from support.manifests import IDS
 from support.recorded_run import RecordedRun, score_words
 
 from forge.core.config import ResolvedConfig
-from forge.core.files import write_json
+from forge.core.files import read_json, write_json
 from forge.core.paths import MANIFEST, RunPaths, tokens_folder
 from forge.data.shards import ShardManifest
 from forge.plugins.pages.compare import MOST_COLUMNS, compare
@@ -224,3 +224,16 @@ def test_runs_of_equal_names_are_told_apart_by_their_directories(tmp_path, capsy
     compare(twins)
     head = capsys.readouterr().out.splitlines()[0].split()
     assert head == [str(tmp_path / project / "base") for project in ("mine", "yours")]
+
+
+def test_runs_on_the_same_sources_by_another_mix_are_told_not_to_compare(tmp_path):
+    made = []
+    for number, web in enumerate((0.9, 0.5, 0.1)):
+        run = train(tmp_path / f"m{number}", 3.0 - number / 10).paths
+        values = read_json(run.config)
+        values["train"]["mix"] = {"web": web, "code": 1 - web}
+        write_json(run.config, values)
+        made.append(run)
+    [note] = swept(made).notes
+    assert "train.mix.code, train.mix.web" in note or "train.mix.web, train.mix.code" in note
+    assert "validation losses do not compare" in note and "its own mix" in note
