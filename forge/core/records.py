@@ -468,6 +468,9 @@ class Evaluated(RecordPart):
     limit: int | None
     harness: str
     """Version of lm-eval."""
+    seq_len: int = 0
+    """Tokens that the model read at once: train.seq_len. 0 in records of before, whose models read as
+    many as their export has positions, and summed log-probabilities in the precision of training."""
 
 
 class Evaluation(Record):

@@ -115,7 +115,9 @@ class _Evaluator:
         train = checkpoint.manifest.lineage.config.to_json()["train"]
         precision = numerics.precision(train["precision"], harness.device())
         with self._exported(checkpoint) as folder:
-            scores, samples, device = harness.score(folder, self.evaluate, index, precision)
+            scores, samples, device = harness.score(
+                folder, self.evaluate, index, precision, identity.seq_len
+            )
         for further in (".items.json", ".contamination.json"):  # of other scores
             self.paths.evaluation_of(checkpoint.folder).with_suffix(further).unlink(missing_ok=True)
         if self.evaluate.contamination is not None:
@@ -159,6 +161,7 @@ def _identity(checkpoint: directory.Checkpoint, evaluate: Evaluate) -> Evaluated
         num_fewshot=evaluate.num_fewshot,
         limit=evaluate.limit,
         harness=tasks.harness_version(),
+        seq_len=checkpoint.manifest.lineage.config.to_json()["train"]["seq_len"],
     )
 
 

@@ -29,22 +29,26 @@ def device() -> torch.device:
 
 
 def score(
-    exported: Path, evaluate: Evaluate, index: TaskManager, precision: str
+    exported: Path, evaluate: Evaluate, index: TaskManager, precision: str, seq_len: int
 ) -> tuple[list[Score], dict[str, list[dict[str, Any]]], str]:
     """Scores of an exported checkpoint, by task and metric, the harness' samples by task, and the device
     that computed them.
 
-    precision: `fp32`, or `bf16` for autocast over weights in fp32, as in training. What is longer than
-    train.seq_len loses its beginning, with a warning where that is a part of an answer. DataError where
-    a task asks for what the model cannot do.
+    precision: `fp32`, or `bf16` for autocast over weights in fp32, as in training; log-probabilities are
+    fp32, as the loss. seq_len: of training; the export may have more positions, which nothing has
+    trained. What is longer loses its beginning, with a warning where that is a part of an answer.
+    DataError where a task asks for what the model cannot do.
     """
     from lm_eval import simple_evaluate
 
     where = device()
     autocast = {"mixed_precision_dtype": "bfloat16"} if precision == "bf16" else {}
+    # Logits of autocast are bf16, in which a sum of 100 nats is rounded to 0.5.
+    autocast["softmax_dtype"] = "float32"
     model = _model(
         pretrained=str(exported),
         dtype="float32",
+        max_length=seq_len,
         batch_size=evaluate.batch_size,
         device=where.type,
         **autocast,

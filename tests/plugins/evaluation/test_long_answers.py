@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from forge.core.errors import DataError
 from forge.plugins.evaluation import harness
@@ -45,20 +46,20 @@ def score(tmp_path, monkeypatch):
     row = {"text": "a b a", "choices": ["b " * 40 + "a", "a", "b"], "answer": 1}
     data.write_text(json.dumps(row) + "\n")
 
-    def run(kind):
+    def run(kind, precision="fp32", seq_len=16):
         from lm_eval.tasks import TaskManager
 
         (tmp_path / "tasks").mkdir()
         (tmp_path / "tasks/long.yaml").write_text(TASK.format(data=data, kind=kind))
         index = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
         evaluate = Evaluate(tasks=["long"], include_path=str(tmp_path / "tasks"))
-        return harness.score(exported, evaluate, index, "fp32")[0]
+        return harness.score(exported, evaluate, index, precision, seq_len)
 
     return run
 
 
 def test_answer_that_is_longer_than_the_input_is_cut_on_the_left_with_a_warning(score, capsys):
-    found = score("multiple_choice")
+    found, _, _ = score("multiple_choice")
     assert {one.task for one in found} == {"long"} and found[0].value is not None
     assert "warning: 1 of 3 answers are longer than the 16 tokens" in capsys.readouterr().err
 
@@ -69,3 +70,14 @@ def test_task_that_the_model_is_too_small_for_is_no_bug(score):
     ) as caught:
         score("generate_until")
     assert "larger train.seq_len" in caught.value.fix
+
+
+def test_model_reads_as_many_tokens_as_it_was_trained_on_whatever_its_export_has(score, capsys):
+    score("multiple_choice", seq_len=8)
+    assert "warning: 1 of 3 answers are longer than the 8 tokens" in capsys.readouterr().err
+
+
+def test_sums_of_log_probabilities_of_bf16_are_not_rounded_to_bf16(score):
+    _, samples, _ = score("multiple_choice", "bf16")
+    [[long, *_]] = [sample["filtered_resps"] for sample in samples["long"]]
+    assert torch.tensor(long[0]).bfloat16().item() != long[0]
