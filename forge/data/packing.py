@@ -29,6 +29,12 @@ class Packs(Protocol):
         files."""
 
 
+def plain_text(document: str, settings: Tokenize) -> str:
+    """The text of a document that is packed, without the marks of its format."""
+    found: str = import_module(text_format(settings.format).module).plain_text(document)
+    return found
+
+
 def packing(tokenizer: LoadedTokenizer, settings: Tokenize) -> Packs:
     """Raises ConfigError for a tokenizer that the format cannot use."""
     found: Packs = import_module(text_format(settings.format).module).Packing(tokenizer, settings)

@@ -15,7 +15,8 @@ Unicode without surrogates. The same bytes and settings give the same documents,
 - *Text*: `file.utf8.decode(data, position)`, which holds tokenize.invalid_utf8; `position` tells where a
   byte is, for people. `decoding.check_length` refuses a document that memory might not hold.
 - *Settings*: `file.settings` has the keys of `tokenize` or of the source.
-- *Packing*: the module of a format with `special_tokens` also has a class `Packing` (`data.packing`).
+- *Packing*: the module of a format with `special_tokens` also has a class `Packing` and a function
+  `plain_text` (`data.packing`).
 - *Errors*: DataError with file, position and what to do for whatever cannot be read. Nothing is left out
   silently. EOFError, zlib.error and OSError without a number, as decompressors raise them, are told as a
   corrupt file.

@@ -12,8 +12,14 @@ from forge.core.tokenize_settings import Tokenize
 from forge.data.encoders import Ids
 from forge.data.tokenizer import LoadedTokenizer
 from forge.plugins.chat.conversations import documents, encoder
+from forge.plugins.chat.template import parse
 
-__all__ = ["Packing", "documents"]
+__all__ = ["Packing", "documents", "plain_text"]
+
+
+def plain_text(document: str) -> str:
+    """The contents of the messages of a conversation, a line between two."""
+    return "\n".join(message.content for message in parse(document) or ())
 
 
 class Packing:

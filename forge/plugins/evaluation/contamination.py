@@ -19,6 +19,7 @@ from forge.core.tokenize_settings import Tokenize
 from forge.data import corpus
 from forge.data.corpus import InputFile
 from forge.data.input_bytes import Consumed
+from forge.data.packing import plain_text
 from forge.data.part_workers import made_by_workers
 from forge.data.shards import InputEntry
 from forge.data.tokenize import split_of
@@ -120,6 +121,8 @@ class TextsOfSource(RecordPart):
     tokens: str
     settings: dict[str, Any]
     files: list[InputEntry]
+    is_plain: bool = False
+    """Documents of a packed format are searched without its marks, which part question and answer."""
 
 
 class Text(NamedTuple):
@@ -129,6 +132,7 @@ class Text(NamedTuple):
     file: InputFile
     digest: str
     settings: Tokenize
+    is_plain: bool
 
 
 def search(
@@ -149,7 +153,8 @@ def search(
         corpus.import_plugin(settings)
         for name, size, digest in ((e.name, e.size, e.digest) for e in of_source.files):
             file = InputFile(name, places[source].get(name, name), size)
-            listed.append(Text(f"{source}: {name}" if source else name, file, digest, settings))
+            told = f"{source}: {name}" if source else name
+            listed.append(Text(told, file, digest, settings, of_source.is_plain))
     sequences = Sequences(item for of_task in items.values() for item in of_task)
     held, numbers = _files_by_sequence(listed, sequences), iter(sequences.items)
 
@@ -202,7 +207,8 @@ def _held(text: Text, sequences: Sequences, consumed: Consumed) -> set[int]:
         text.file, settings, warn=lambda _: None, consumed=consumed, hasher=hasher
     ):
         if split_of(document, settings.val_fraction) == "train":
-            held |= sequences.found(document)
+            searched = plain_text(document, settings) if text.is_plain else document
+            held |= sequences.found(searched)
     if (digest := hasher.hexdigest()) != text.digest:
         raise DataError(
             f"{text.file.location} is not the file that was tokenized",

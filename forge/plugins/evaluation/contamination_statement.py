@@ -213,8 +213,9 @@ def search_run(paths: RunPaths, config: Config, share: float, *, is_ours: bool) 
                 fix="restore them; without evaluate.contamination no text is needed",
             )
         settings, files = tokens_settings(one.tokenize), ShardManifest.read(path).inputs
-        texts[name] = TextsOfSource(tokens=digest, settings=settings, files=files)
-    of = {
+        packed = one.tokenize.is_packed
+        texts[name] = TextsOfSource(tokens=digest, settings=settings, files=files, is_plain=packed)
+    of: dict[str, Any] = {
         "texts": {name: one.tokens for name, one in texts.items()},
         "share": share,
         "tasks": sorted(evaluate.tasks),
@@ -222,6 +223,8 @@ def search_run(paths: RunPaths, config: Config, share: float, *, is_ours: bool) 
         "limit": evaluate.limit,
         "harness": tasks.harness_version(),
     }
+    if plain := [name for name, one in texts.items() if one.is_plain]:
+        of["plain"] = plain
     there = Contamination.read_if_there(paths.evaluations / NAME)
     if there is None or there.of != of:
         places = {n: {f.name: f.location for f in corpus_files(one)} for n, one in corpora.items()}
