@@ -213,7 +213,8 @@ class _Control:
         if not self._notifies or (time.monotonic() - self._looked < LOOK_SEC and not ended):
             return
         self._looked = time.monotonic()
-        for key, event in events_of(states_of(self._record.check.runs), ended=ended):
+        states = states_of(self._record.check.runs, self._record.time)
+        for key, event in events_of(states, ended=ended):
             self._tell(key, event)
 
     def _tell(self, key: str, event: dict[str, Any]) -> None:

@@ -10,8 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from forge.core import events
+from forge.core.events import Event
 from forge.core.paths import RunPaths
 from forge.core.terminal import say
+from forge.reporting.log_errors import last_error
 from forge.reporting.run_files import RunFiles
 from forge.reporting.run_state import RunState, ask_slurm, judge
 
@@ -22,12 +25,35 @@ FINAL = ("validated", "failed", "invalid")
 _MAY_NEED = ("waiting", "running", "suspended")
 
 
-def states_of(runs: Mapping[str, str]) -> list[RunState]:
-    """The states of these runs that have begun. runs: directory of each, by its name."""
+def states_of(runs: Mapping[str, str], since: float = 0.0) -> list[RunState]:
+    """The states of these runs that have begun, without those that have ended before `since`. runs:
+    directory of each, by its name."""
     found = [RunPaths(Path(folder)) for folder in runs.values()]
     paths = [one for one in found if one.config.exists()]
     queue, _ = ask_slurm(paths)
-    return [judge(RunFiles(path), queue) for path in paths]
+    judged = [(files, judge(files, queue)) for files in map(RunFiles, paths)]
+    return [
+        state
+        for files, state in judged
+        if state.state in _MAY_NEED or _last_time(files, state) >= since
+    ]
+
+
+def _last_time(files: RunFiles, state: RunState) -> float:
+    """Time of the newest thing that may have ended the run; now without any. Not of its newest log, which
+    the next command writes before it trains anything."""
+    times = [one.time for one in files.log if _may_end(one)]
+    times += [step.time for step in files.steps[-1:]]
+    # Of staging, or of training before its first launch, no event tells.
+    if state.state == "failed" and state.log and (error := last_error(state.log)):
+        times.append(error.time)
+    return max(times, default=files.now)
+
+
+def _may_end(event: Event) -> bool:
+    if isinstance(event, events.Preflight):
+        return event.status != "ok"
+    return isinstance(event, events.Launch | events.End | events.Validate)
 
 
 def events_of(states: Sequence[RunState], *, ended: bool) -> Iterator[tuple[str, dict[str, Any]]]:

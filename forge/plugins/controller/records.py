@@ -43,6 +43,8 @@ class Controller(Record):
     check: SubmitCheck
     environment: dict[str, str]
     """Variables of the shell that Slurm, or a site's prolog, sets anew in a job."""
+    time: float = 0.0
+    """Of the submission, in seconds since the epoch; 0 in records of earlier versions."""
 
 
 ControllerPhase = Literal["running", "done", "failed", "refused", "cancelled", "stopped"]

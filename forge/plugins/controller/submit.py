@@ -227,7 +227,7 @@ def _not_submitting(
 
 def _submitted(command: Sequence[str], check: SubmitCheck, request: Request) -> Controller:
     """Submit the job, and record it. The job waits for the record."""
-    cluster = slurm.cluster_name()
+    cluster, now = slurm.cluster_name(), time.time()
     line = batch_line(
         controller_job.JOB_NAME,
         ControllerPaths("%j").log,
@@ -247,6 +247,7 @@ def _submitted(command: Sequence[str], check: SubmitCheck, request: Request) -> 
         command=list(command),
         check=check,
         environment=shell,
+        time=now,
     )
     record.write(ControllerPaths(record.job).record)
     return record

@@ -174,8 +174,9 @@ def told(record, monkeypatch, tmp_path):
     check = record.check.model_copy(update={"machine": str(machine)})
     monkeypatch.setattr(control, "LOOK_SEC", 0.0)
 
-    def look():
-        controller = control_of(record.model_copy(update={"check": check}))
+    def look(submitted=0.0):
+        values = {"check": check, "time": submitted}
+        controller = control_of(record.model_copy(update=values))
         controller._look()
         controller._look()
         controller._notifier.finish()
@@ -202,6 +203,19 @@ def test_run_that_another_command_was_about_last_is_told_too(told, monkeypatch):
     WorkflowRuns(folders={"other": "results/other"}).write(WORKFLOW_RUNS)
     new_run(Path("results/base")).event(happenings.failed("loss nan"))
     assert [event["run"] for event in told()] == ["base"]
+
+
+def test_failure_of_before_the_submission_is_not_told_and_hides_no_later_one(told, monkeypatch):
+    monkeypatch.setattr(slurm, "is_here", lambda: False)
+    run = new_run(Path("results/base"))
+    run.event(happenings.failed("loss nan"))
+    submitted = run.time + 100
+    assert told(submitted) == []
+    run.event(happenings.launch(), after=200)
+    run.event(happenings.failed("no room"), after=1)
+    told(submitted)
+    [event] = told(submitted)
+    assert event["event"] == "run ended" and "no room" in event["message"]
 
 
 def test_record_of_another_job_is_not_taken(record, monkeypatch):

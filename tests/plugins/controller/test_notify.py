@@ -1,11 +1,12 @@
 """A program of the user's must not delay the controller, and hears of each end once."""
 
 import json
+import os
 import sys
 import time
 
 import pytest
-from support.run_states import new_run
+from support.run_states import GOAL, KINDS, QUEUE, new_run
 
 from forge.plugins.controller import notify
 from forge.plugins.controller.notify import Notifier, events_of
@@ -104,3 +105,56 @@ def state(tmp_path, **changes):
 def test_only_ends_and_what_a_person_must_do_are_told(tmp_path, changes, ended, told):
     found = [(k, e["event"]) for k, e in events_of([state(tmp_path, **changes)], ended=ended)]
     assert found == ([told] if told else [])
+
+
+# --- ends of before the submission ------------------------------------------------------------------
+
+
+@pytest.fixture
+def ended_since(tmp_path, monkeypatch):
+    """The states of the run of this name, without an end of before this time."""
+    monkeypatch.setattr(notify, "ask_slurm", lambda _: (QUEUE, ""))
+
+    def states(name, since):
+        return [one.state for one in notify.states_of({name: str(tmp_path / name)}, since)]
+
+    return states
+
+
+@pytest.mark.parametrize("name", [*KINDS])
+def test_every_end_of_before_is_left_out_and_no_run_under_way(tmp_path, ended_since, name):
+    make, state, _ = KINDS[name]
+    make(new_run(tmp_path / name))
+    assert ended_since(name, 0.0) == [state]
+    under_way = [state] if state in ("waiting", "running") else []
+    assert ended_since(name, time.time() + 1000) == under_way
+
+
+def test_validation_counts_where_the_training_had_ended_before(tmp_path, ended_since):
+    run = new_run(tmp_path / "base")
+    KINDS["done"][0](run)
+    submitted = run.time + 100
+    run.time += 200
+    run.validate(GOAL)
+    assert ended_since("base", submitted) == ["validated"]
+
+
+def test_old_failure_is_not_told_because_a_preflight_passes_or_a_log_is_newer(
+    tmp_path, ended_since
+):
+    run = new_run(tmp_path / "base")
+    KINDS["failed"][0](run)
+    submitted = run.time + 100
+    run.time += 200
+    run.preflight()
+    run.paths.logs.mkdir()
+    (run.paths.logs / "config.log").write_text("wrote config.json\n")
+    assert ended_since("base", submitted) == []
+
+
+def test_failure_that_only_a_log_tells_counts_by_its_time(tmp_path, ended_since):
+    run = new_run(tmp_path / "base")
+    KINDS["unstaged"][0](run)
+    assert ended_since("base", time.time() - 100) == ["failed"]
+    os.utime(run.paths.logs / "stage.log", (time.time() - 200,) * 2)
+    assert ended_since("base", time.time() - 100) == []
