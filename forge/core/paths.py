@@ -176,7 +176,8 @@ class RunPaths:
 
 
 def place_logs(paths: RunPaths) -> None:
-    """Put the logs of a run into `$FORGE_LOG_DIR/{run}`, with a link to it in the run's directory.
+    """Put the logs of a run into a new directory in `$FORGE_LOG_DIR`, with a link to it in the run's
+    directory. An id of the run's directory is in its name, as two projects may have runs of one name.
 
     Does nothing without the variable, and for a run that has logs. Raises UnfitError where a directory
     cannot be made.
@@ -184,12 +185,23 @@ def place_logs(paths: RunPaths) -> None:
     place = os.environ.get("FORGE_LOG_DIR")
     if not place or os.path.lexists(paths.logs):
         return
-    target = Path(place).absolute() / paths.root.name
-    with disk_trouble(target):
-        target.mkdir(parents=True, exist_ok=True)
+    name = f"{paths.root.name}-{short_id(os.path.realpath(paths.root))}"
+    with disk_trouble(folder := Path(place).absolute() / name):
+        target = _new_folder(folder)
     with disk_trouble(paths.logs):
         paths.root.mkdir(parents=True, exist_ok=True)
         paths.logs.symlink_to(target)
+
+
+def _new_folder(folder: Path) -> Path:
+    """Make this directory; with a number behind its name where it has files of a removed run."""
+    made, number = folder, 1
+    made.mkdir(parents=True, exist_ok=True)
+    while any(made.iterdir()):
+        number += 1
+        made = folder.with_name(f"{folder.name}.{number}")
+        made.mkdir(exist_ok=True)
+    return made
 
 
 CHECKPOINT_PREFIX = "step-"

@@ -1,5 +1,7 @@
 """Names of checkpoint directories: one function writes them, one reads them back."""
 
+import shutil
+
 import pytest
 
 from forge.core.errors import UnfitError
@@ -33,8 +35,26 @@ def test_logs_of_a_new_run_go_where_the_variable_says(tmp_path, monkeypatch):
         place_logs(paths)
         place_logs(old)
     (paths.logs / "train.log").write_text("said")
-    assert (tmp_path / "logs/base/train.log").read_text() == "said"
+    [file] = tmp_path.glob("logs/base-*/train.log")
+    assert file.read_text() == "said"
     assert not old.logs.is_symlink()
+
+
+def test_runs_of_one_name_and_a_new_run_in_the_place_of_a_removed_one_share_no_logs(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("FORGE_LOG_DIR", str(tmp_path / "logs"))
+    mine, theirs = (RunPaths(tmp_path / name / "results/base") for name in ("mine", "theirs"))
+    for paths in (mine, theirs):
+        place_logs(paths)
+        (paths.logs / "train.log").write_text(str(paths.root))
+    assert (mine.logs / "train.log").read_text() == str(mine.root)
+    for _ in range(2):
+        shutil.rmtree(mine.root)
+        place_logs(mine)
+        assert not [*mine.logs.iterdir()]
+        (mine.logs / "train.log").write_text("again")
+    assert len([*tmp_path.glob("logs/*/train.log")]) == 4
 
 
 def test_directory_for_logs_that_cannot_be_made_is_named(tmp_path, monkeypatch):
