@@ -96,7 +96,8 @@ class ScoreRow:
 
     @property
     def label(self) -> str:
-        """`words acc (0-shot, 1,000 documents)`: scores of equal labels can be compared."""
+        """`words acc (0-shot, 1,000 documents)`: scores of equal labels can be compared where
+        they are of the same questions (Score.version, Score.data_digest)."""
         shots = "" if self.last.num_fewshot is None else f"{self.last.num_fewshot}-shot, "
         return f"{self.task} {self.metric} ({shots}{self.last.num_documents:,} documents)"
 

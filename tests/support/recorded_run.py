@@ -150,13 +150,17 @@ class RecordedRun:
             result.short.write(self.paths.validated)
 
 
-def score_words(run: RecordedRun, step: int, acc: float | None, **changed: object) -> None:
-    """Write the evaluation of this step, by the task `words` with 1000 documents."""
+def score_words(
+    run: RecordedRun, step: int, acc: float | None, *, data_digest: str = "", **changed: object
+) -> None:
+    """Write the evaluation of this step, by the task `words` with 1000 documents. changed: of what it is
+    of."""
     usual = {"checkpoint_digest": "d" * 64, "tasks": ["words"], "task_files": ""}
     made = Evaluated(
         **{**usual, "num_fewshot": None, "limit": None, "harness": "0.4.13", **changed}
     )
-    score = Score(task="words", metric="acc", value=acc, stderr=0.01, num_documents=1000)
+    facts: Any = {"stderr": 0.01, "num_documents": 1000, "data_digest": data_digest}
+    score = Score(task="words", metric="acc", value=acc, **facts)
     Evaluation(
         **{"step": step, "of": made, "scores": [score], "device": "cpu", "precision": "fp32"},
         **{"seconds": 1.0, "versions": {}},

@@ -9,8 +9,14 @@ from pathlib import Path
 from forge.core.errors import ConfigError
 from forge.core.files import atomic_open
 from forge.core.paths import RunPaths
-from forge.core.terminal import Table, say
-from forge.plugins.pages.comparison import FACTS, Comparison, comparison, to_json
+from forge.core.terminal import Table, print_plain, say
+from forge.plugins.pages.comparison import (
+    FACTS,
+    Comparison,
+    comparison,
+    notes_on_scores,
+    to_json,
+)
 from forge.plugins.pages.run_tree import TreeRun, families
 from forge.plugins.pages.sweep import SweepSetting, print_sweep, sweep_of
 from forge.reporting.run_state import COLORS
@@ -38,6 +44,8 @@ def compare(runs: Sequence[RunPaths], *, as_json: bool = False, page: Path | Non
         print_sweep(sweep_of(compared))
     elif not page:
         _table(compared).print()
+        for note in notes_on_scores(compared.runs):
+            print_plain(f"note: {note}")
 
 
 def _table(compared: Comparison) -> Table:
@@ -59,7 +67,9 @@ def _write_page(path: Path, compared: Comparison, family: list[TreeRun]) -> None
         name, context = "sweep.html.j2", {"sweep": sweep, "charts": sweep_charts(sweep)}
     else:
         alone = [SweepSetting(run.name, [run]) for run in sweep.runs]
-        name, context = "compare.html.j2", {"compared": compared, "charts": curves_of(alone)}
+        notes, charts = notes_on_scores(compared.runs), curves_of(alone)
+        name = "compare.html.j2"
+        context = {"compared": compared, "charts": charts, "notes": notes}
     template = environment().get_template(name)
     page = template.render(**context, phases=[], **family_context(family))
     with atomic_open(path, "w") as file:

@@ -167,6 +167,25 @@ def _scores(runs: list[ComparedRun]) -> list[ComparedRow]:
     ]
 
 
+def notes_on_scores(runs: Sequence[ComparedRun]) -> list[str]:
+    """Warnings about scores of equal labels that do not compare."""
+    asked: dict[str, dict[tuple[str, str], list[str]]] = {}
+    for run in runs:
+        for row in run.scores:
+            # Records of earlier versions may lack both, which tells nothing.
+            if any(questions := (row.last.version, row.last.data_digest)):
+                asked.setdefault(row.label, {}).setdefault(questions, []).append(run.name)
+    notes = []
+    for label, groups in asked.items():
+        most = max(groups.values(), key=len)
+        if others := [name for names in groups.values() if names is not most for name in names]:
+            notes.append(
+                f"{label}: these runs were scored on other questions or another version of the task than"
+                f" the others: {', '.join(others)}"
+            )
+    return notes
+
+
 def _text(value: Any, write: Callable[[Any], str]) -> str:
     return NONE if value is None else write(value)
 

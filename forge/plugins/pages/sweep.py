@@ -10,7 +10,14 @@ from statistics import fmean, stdev
 from typing import Any
 
 from forge.core.terminal import Table, print_plain
-from forge.plugins.pages.comparison import FACTS, NONE, ComparedRow, ComparedRun, Comparison
+from forge.plugins.pages.comparison import (
+    FACTS,
+    NONE,
+    ComparedRow,
+    ComparedRun,
+    Comparison,
+    notes_on_scores,
+)
 from forge.reporting.run_rows import MEASURED_BY
 from forge.reporting.run_state import COLORS
 
@@ -115,7 +122,7 @@ def sweep_of(compared: Comparison) -> Sweep:
         _means(settings, key_columns, runs) if len(settings) < len(runs) else [],
         [column for column in columns if column not in equal],
         [(column.label, column.texts[0]) for column in equal if column.texts[0] != NONE],
-        _notes(runs, keys),
+        [*_notes(runs, keys), *notes_on_scores(runs)],
     )
 
 

@@ -111,6 +111,23 @@ def test_scores_are_in_report_show_and_comparison(first, second, capsys):
     assert found == {"words acc (1,000 documents)": ["0.6250 ± 0.0100", "–"]}
 
 
+def test_scores_of_other_questions_in_one_row_are_told(first, second, tmp_path, capsys):
+    score_words(first, 200, 0.625, data_digest="a")
+    score_words(second, 10, 0.5, data_digest="b")
+    pair, page = [first.paths, second.paths], tmp_path / "compare.html"
+    compare(pair)
+    compare(pair, page=page)
+    note = (
+        "ote: words acc (1,000 documents): these runs were scored on other questions or another version"
+        " of the task than the others: second\n"
+    )
+    assert f"n{note}" in capsys.readouterr().out
+    assert f"N{note.strip()}<" in page.read_text()
+    score_words(second, 10, 0.5, data_digest="a")
+    compare(pair)
+    assert "note: " not in capsys.readouterr().out
+
+
 def test_json_is_for_scripts(first, second, capsys):
     score_words(first, 200, 0.5)
     compare([first.paths, second.paths], as_json=True)

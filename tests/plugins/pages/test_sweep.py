@@ -102,6 +102,15 @@ def test_changed_corpus_is_another_setting_and_is_told(tmp_path):
     assert "ids.tokens" not in texts(sweep.columns)
 
 
+def test_mean_over_scores_of_other_questions_is_told(runs):
+    for paths in runs:
+        digest = "b" if paths.root.name == "rate1-s1" else "a"
+        score_words(RecordedRun(paths.root), 300, 0.5, data_digest=digest)
+    [note] = swept(runs).notes
+    assert note.startswith("words acc (1,000 documents): these runs were scored on other questions")
+    assert note.endswith(" than the others: rate1-s1")
+
+
 def of_tokenizers(
     root: Path, bits: dict[str, float], *, estimated: bool | None = None
 ) -> list[RunPaths]:
