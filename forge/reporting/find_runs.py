@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
+from forge.checkpoint.export_folder import MANIFEST as EXPORT_MANIFEST
+from forge.checkpoint.resume import is_checkpoint
 from forge.core.config import CONFIG, Config, checked, read_values
 from forge.core.errors import ConfigError, DataError
+from forge.core.files import read_object_or_empty
 from forge.core.paths import WORKFLOW_RUNS, RunPaths
 from forge.core.records import WorkflowRuns
 from forge.core.terminal import say
 
 
 def find_runs(names: list[str], *, with_config: bool = False) -> list[RunPaths]:
-    """Folders of runs, each given by its path or by its name; all of the project where none is given.
+    """Folders of runs, each given by its path or by its name; all of the project where none is given. A
+    name without a slash is that of a run, where there is one, unless such a directory is itself one.
 
     with_config: refuse a directory without the config of a run; where no name is given, runs that may not
     be read are left out with a note. Raises ConfigError with the names that there are.
@@ -22,8 +27,11 @@ def find_runs(names: list[str], *, with_config: bool = False) -> list[RunPaths]:
     there = _folders(results)
     runs = []
     for name in names:
-        named = (folder for folder in there if folder.name == name)
-        folder = next((f for f in (Path(name), *named, results / name) if f.is_dir()), None)
+        named = [folder for folder in there if folder.name == name]
+        # A directory of the project, such as one of weights, may have the name of a run.
+        is_path = "/" in name or _is_own(Path(name))
+        places = [Path(name), *named] if is_path else [*named, Path(name)]
+        folder = next((place for place in (*places, results / name) if place.is_dir()), None)
         if folder is None:
             raise ConfigError(
                 f"there is no run {name}",
@@ -44,6 +52,15 @@ def find_runs(names: list[str], *, with_config: bool = False) -> list[RunPaths]:
     for folder in closed:
         say(f"note: {folder} may not be read, and is left out")
     return [RunPaths(folder) for folder in there if folder not in closed]
+
+
+def _is_own(folder: Path) -> bool:
+    """Return whether the directory is that of a run, a checkpoint or an export. That of a model has a
+    config.json, too."""
+    with suppress(PermissionError):
+        is_run = "run" in read_object_or_empty(RunPaths(folder).config)
+        return is_run or is_checkpoint(folder) or (folder / EXPORT_MANIFEST).is_file()
+    return False
 
 
 def _folders(results: Path) -> list[Path]:

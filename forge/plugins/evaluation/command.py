@@ -74,11 +74,11 @@ def _to_evaluate(options: argparse.Namespace) -> tuple[Any, Path | None, Config,
     from forge.reporting.find_runs import find_runs
     from forge.reporting.trusted import directory_of, run_of, trusted
 
-    place = directory_of(options.config)
-    if place is None and Path(options.config).is_file():
+    is_file = Path(options.config).is_file()
+    place = directory_of(options.config) if is_file else find_runs([options.config])[0]
+    if place is None:
         config = config_of(options)
         return RunPaths.of(config), None, config, True
-    place = place or find_runs([options.config])[0]
     run = run_of(place)
     accepted = trusted(run, options.its_config, options.overrides, "evaluate", "data")
     checkpoint = place.root.resolve() if run is not place else None

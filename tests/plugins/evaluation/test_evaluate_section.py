@@ -1,9 +1,14 @@
 """Threat: a section that is read in part, or an evaluation of checkpoints that are not there."""
 
-import pytest
+from pathlib import Path
 
+import pytest
+from support.recorded_run import RecordedRun
+
+from forge import cli
 from forge.core.config import Config, checked, load_config
 from forge.core.errors import ConfigError
+from forge.plugins.evaluation import command
 from forge.plugins.evaluation.settings import Evaluate
 
 
@@ -66,3 +71,13 @@ def test_tasks_for_the_checkpoints_of_another_program_are_refused():
         ConfigError, match="evaluate is set, and it is for checkpoints of Forge's own"
     ):
         checked(Config, values, "config.yaml")
+
+
+def test_run_is_meant_by_its_name_where_a_directory_has_that_name_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    RecordedRun(Path("results/gpt2")).freeze_config()
+    Path("gpt2").mkdir()
+    options = cli._parser().parse_args(["evaluate", "gpt2"])
+    options.overrides = {}
+    paths, checkpoint, _, _ = command._to_evaluate(options)
+    assert (paths.root, checkpoint) == (Path("results/gpt2"), None)

@@ -95,3 +95,31 @@ def test_a_record_of_another_version_is_reported_and_hides_no_run(project, capsy
     WORKFLOW_RUNS.write_text('{"format": 9, "folders": {}}')
     assert names() == ["base"]
     assert "note: .snakemake/forge/runs.json has format 9" in capsys.readouterr().err
+
+
+# --- a directory of the project that has the name of a run -----------------------------------------
+
+
+@pytest.mark.parametrize("content", [[], ["config.json", "model.safetensors"]])
+def test_run_is_meant_by_its_name_where_a_directory_of_weights_has_that_name_too(project, content):
+    configure(project, f"results: {project}/scratch\n")
+    weights = project / "project/alpha"
+    weights.mkdir()
+    for name in content:
+        (weights / name).write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    (found,) = find_runs(["alpha"])
+    assert found.root == project / "scratch/alpha"
+    (there,) = find_runs(["./alpha/"])
+    assert there.root.resolve() == weights
+    weights.rename(project / "project/gamma")
+    (only,) = find_runs(["gamma"])
+    assert only.root.name == "gamma"
+
+
+@pytest.mark.parametrize("name", ["config.json", "checkpoint.json", "forge.json"])
+def test_directory_that_is_a_run_a_checkpoint_or_an_export_is_meant_itself(project, name):
+    configure(project, f"results: {project}/scratch\n")
+    (project / "project/alpha").mkdir()
+    (project / "project/alpha" / name).write_text('{"run": "alpha"}')
+    (found,) = find_runs(["alpha"])
+    assert found.root.resolve() == project / "project/alpha"
