@@ -37,6 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         name = f"forge {options.subcommand}"
         _refuse_option_of_snakemake(options, rest)
         options.overrides, options.machine_overrides = _overrides(rest)
+        _refuse_unread_machine_keys(options)
         from forge.core.files import disk_trouble
 
         # The last resort: no disk or network file system error is reported as a bug.
@@ -131,6 +132,16 @@ def _overrides(rest: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         else:
             config[key] = value
     return config, machine
+
+
+def _refuse_unread_machine_keys(options: argparse.Namespace) -> None:
+    """ConfigError for keys of machine.yaml where the subcommand reads none (`machine_options`)."""
+    if options.machine_overrides and not hasattr(options, "machine"):
+        keys = ", ".join(f"--machine.{key}" for key in options.machine_overrides)
+        raise ConfigError(
+            f"{keys}: forge {options.subcommand} reads no machine.yaml",
+            fix="leave it out; subcommands with the option --machine read one, such as train and plan",
+        )
 
 
 OF_SNAKEMAKE = (

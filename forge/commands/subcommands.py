@@ -11,10 +11,8 @@ from typing import Any
 
 RUNS = "directories or names of runs (default: all runs of the project in the current directory)"
 
-OVERRIDES = (
-    "Any config key can be overridden by its dotted name, for example --train.max_steps=1000, and any"
-    " key of machine.yaml with --machine.KEY=VALUE."
-)
+KEYS = "Any config key can be overridden by its dotted name, for example --train.max_steps=1000"
+OVERRIDES = f"{KEYS}, and any key of machine.yaml with --machine.KEY=VALUE."
 
 
 class Subcommands:
@@ -35,7 +33,7 @@ class Subcommands:
     ) -> Any:
         """keys: whether config keys can be overridden with options. of_rule: whether a rule calls it and
         people seldom do: `forge --help` names it without its text."""
-        epilog, shown = OVERRIDES if keys else None, {} if of_rule else {"help": text}
+        epilog, shown = f"{KEYS}." if keys else None, {} if of_rule else {"help": text}
         added = self._subparsers.add_parser(name, description=text, epilog=epilog, **shown)
         self.of_rules += [name] if of_rule else []
         added.allow_abbrev = False
@@ -78,6 +76,7 @@ class Subcommands:
 
 def machine_options(parser: argparse.ArgumentParser) -> None:
     """For `machine_of` and `layout_of`."""
+    parser.epilog = parser.epilog and OVERRIDES
     option = parser.add_argument
     option("--machine", metavar="FILE", help="machine.yaml of a profile (default: built-in values)")
     option("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")

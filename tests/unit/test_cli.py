@@ -254,6 +254,19 @@ def test_key_that_is_true_or_false_may_stand_alone(config, monkeypatch):
     assert of_options.config_of(off).train.compile is False
 
 
+@pytest.mark.parametrize(("command", "reads"), [("validate", False), ("plan", True)])
+def test_machine_key_is_refused_and_not_promised_where_no_machine_is_read(
+    config, capsys, monkeypatch, command, reads
+):
+    monkeypatch.setattr(run_steps, f"_{command}", lambda _options: None)
+    assert main([command, config, "--machine.gpu=H100"]) == (0 if reads else 78)
+    refusal = f"--machine.gpu: forge {command} reads no machine.yaml"
+    assert (refusal in capsys.readouterr().err) is not reads
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert ("machine.KEY" in capsys.readouterr().out) is reads
+
+
 @pytest.mark.parametrize("key", ["train.lr", "train", "nope", "train.compile.x", "machine.stage"])
 def test_other_key_without_a_value_is_refused(config, capsys, key):
     assert main(["train", config, f"--{key}", "--train.seed=1"]) == 78
