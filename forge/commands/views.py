@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from forge.commands.subcommands import RUNS, Subcommands
+from forge.core.errors import ConfigError
 
 
 def add_views(subcommands: Subcommands) -> None:
@@ -47,6 +48,10 @@ def _logs(options: argparse.Namespace) -> None:
     from forge.reporting.find_runs import find_runs
     from forge.reporting.logs import logs
 
+    if options.lines < 0:
+        raise ConfigError(
+            f"--lines is {options.lines}, but must be 0 or more", fix="leave it out for 20 lines"
+        )
     (run,) = find_runs([options.run])
     logs(
         run,

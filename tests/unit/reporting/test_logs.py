@@ -391,6 +391,12 @@ def test_no_lines_are_shown_where_none_are_wanted(run, capsys):
     assert "the last 0 lines of" in text and "banner" not in text
 
 
+def test_number_of_lines_below_0_is_refused(run, capsys):
+    write(run, "12.0.node01.0.log", "banner\n")
+    assert cli.main(["logs", str(run.root), "--lines", "-5"]) == 78
+    assert "--lines is -5, but must be 0 or more" in capsys.readouterr().err
+
+
 def test_a_huge_log_is_read_from_its_end(run, capsys):
     path = write(run, "12.0.node01.0.log", "")
     with open(path, "ab") as file:
