@@ -511,10 +511,11 @@ def sha256_option(text: str) -> str:
 
 
 def path_option(text: str) -> Path:
-    """The value of an option that names a file or a directory; "" would be the current directory."""
+    """The value of an option that names a file or a directory; "" would be the current directory. A shell
+    leaves the `~` of --to=~/model as it is."""
     if not text:
         raise argparse.ArgumentTypeError("is empty: a variable that is not set?")
-    return Path(text)
+    return Path(os.path.expanduser(text))  # noqa: PTH111 (of an unknown user it stays)
 
 
 def main(arguments: list[str] | None = None) -> int:

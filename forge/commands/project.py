@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from forge.attestation.verify import path_option
 from forge.commands.subcommands import Subcommands
 
 
@@ -16,7 +16,9 @@ def add_project(subcommands: Subcommands) -> None:
         "write a new project that uses Forge's workflow as a module",
         keys=False,
     )
-    init.add_argument("folder", metavar="DIR", type=Path, help="a directory that is not there yet")
+    init.add_argument(
+        "folder", metavar="DIR", type=path_option, help="a directory that is not there yet"
+    )
 
 
 def _init(options: argparse.Namespace) -> None:

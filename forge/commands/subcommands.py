@@ -6,6 +6,7 @@ Subcommands import what they need inside their functions: `forge --help` must no
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,12 @@ class Subcommands:
     ) -> Any:
         """With --log. keys, of_rule: as for `plain`."""
         added = self.plain(name, action, text, keys=keys, of_rule=of_rule)
-        added.add_argument("--log", metavar="FILE", help="also append all messages to FILE")
+        added.add_argument(
+            "--log",
+            metavar="FILE",
+            type=os.path.expanduser,
+            help="also append all messages to FILE",
+        )
         return added
 
     def with_config(
@@ -78,7 +84,12 @@ def machine_options(parser: argparse.ArgumentParser) -> None:
     """For `machine_of` and `layout_of`."""
     parser.epilog = parser.epilog and OVERRIDES
     option = parser.add_argument
-    option("--machine", metavar="FILE", help="machine.yaml of a profile (default: built-in values)")
+    option(
+        "--machine",
+        metavar="FILE",
+        type=os.path.expanduser,
+        help="machine.yaml of a profile (default: built-in values)",
+    )
     option("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
     option("--ranks-per-node", type=int, default=1, metavar="N", help="ranks per node (default: 1)")
 
@@ -89,6 +100,7 @@ def its_config_option(parser: argparse.ArgumentParser) -> None:
         "--config",
         dest="its_config",
         metavar="FILE",
+        type=os.path.expanduser,
         help="config of the run, for one that is not in the project's sample sheet: what is executed,"
         " contacted or opened comes from it",
     )
@@ -99,5 +111,6 @@ def settings_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--settings",
         metavar="FILE",
+        type=os.path.expanduser,
         help="of the workflow: sections validate, report and those of plugins of the run's config",
     )

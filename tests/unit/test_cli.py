@@ -1,5 +1,6 @@
 """People and Snakemake go by the exit code; a mistake of the user must not look like a bug."""
 
+import argparse
 import errno
 import json
 import os
@@ -324,6 +325,21 @@ def test_lines_for_people_go_to_the_log_too(config, monkeypatch, tmp_path):
     assert [text for _, text in lines][1:] == ["forge config: no shards"]
     assert all(abs(time - log.stat().st_mtime) < 2 for time, _ in lines)
     terminal._copies.pop().close()
+
+
+def test_home_is_found_in_every_option_that_names_a_file_or_a_directory(monkeypatch):
+    """A shell leaves the `~` of --to=~/model as it is, and a directory of that name was made."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    [every] = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
+    named = ("FILE", "DIR", "TEXTS", "KEY", "CHECKOUT", "STATEMENT")
+    options = [
+        (f"{name} {action.option_strings[0]}", action.type or str)
+        for name, parser in every.choices.items()
+        for action in parser._actions
+        if action.option_strings and action.metavar in named
+    ]
+    assert len(options) > 40
+    assert [name for name, read in options if str(read("~/x")) != "/home/ada/x"] == []
 
 
 # --- start-up -------------------------------------------------------------------------------------

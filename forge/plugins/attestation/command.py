@@ -74,8 +74,7 @@ def attest(options: argparse.Namespace) -> Callable[[Path, Any, str | None], Non
 
 def _texts_option(text: str) -> str:
     """A name of texts, never empty: with an empty one nothing would be compared."""
-    path_option(text)
-    return text
+    return str(path_option(text))
 
 
 def _statement_options(parser: argparse.ArgumentParser, folder: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,12 @@ def add_evaluate(subcommands: Subcommands) -> None:
         type=path_option,
         help="only search --texts again for the tasks of CONFIG, and compare: step-….contamination.json",
     )
-    parser.add_argument("--texts", metavar="DIR", help="with the text files of the statement")
+    parser.add_argument(
+        "--texts",
+        metavar="DIR",
+        type=os.path.expanduser,
+        help="with the text files of the statement",
+    )
 
 
 def _evaluate(options: argparse.Namespace) -> None:

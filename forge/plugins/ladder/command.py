@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -39,7 +40,9 @@ def add_ladder(subcommands: Subcommands) -> None:
     option("--width-per-depth", metavar="N", type=int, default=64, help="model.dim (default: 64)")
     option("--head", metavar="N", type=int, default=64, help="width of a head (default: 64)")
     option("--name", default="ladder", help="of the runs, before their sizes (default: ladder)")
-    option("--sheet", metavar="FILE", help="another one than the project's")
+    option(
+        "--sheet", metavar="FILE", type=os.path.expanduser, help="another one than the project's"
+    )
     option("-n", "--dry-run", action="store_true", help="change nothing")
     machine_options(parser)
 

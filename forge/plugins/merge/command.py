@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from fractions import Fraction
 
@@ -37,7 +38,12 @@ def add_merge(subcommands: Subcommands) -> None:
         type=_fractions,
         help="decimals or fractions, oldest first, whose sum is 1",
     )
-    option("--data", metavar="DIR", help="with the run's tokens (default: the project's)")
+    option(
+        "--data",
+        metavar="DIR",
+        type=os.path.expanduser,
+        help="with the run's tokens (default: the project's)",
+    )
 
 
 def _steps(text: str) -> list[int]:

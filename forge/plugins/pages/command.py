@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
 
+from forge.attestation.verify import path_option
 from forge.commands.of_options import config_of
 from forge.commands.subcommands import RUNS, Subcommands
 from forge.core.terminal import say
@@ -22,8 +23,10 @@ def add_compare(subcommands: Subcommands) -> None:
     )
     compare.add_argument("runs", nargs="*", metavar="RUN", help=RUNS)
     compare.add_argument("--json", action="store_true", help="print JSON")
-    compare.add_argument("--html", metavar="FILE", type=Path, help="write a page instead")
-    compare.add_argument("--log", metavar="FILE", help="also append all messages to FILE")
+    compare.add_argument("--html", metavar="FILE", type=path_option, help="write a page instead")
+    compare.add_argument(
+        "--log", metavar="FILE", type=os.path.expanduser, help="also append all messages to FILE"
+    )
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from typing import Any
 
@@ -33,7 +34,12 @@ def add_prompt(subcommands: Subcommands) -> None:
     option("--seed", type=int, default=0, metavar="S", help="same seed, same text (default: 0)")
     option("--step", type=int, metavar="N", help="of the checkpoint (default: the last one)")
     option("--device", default="cpu", help="as torch names it, such as cuda (default: cpu)")
-    option("--data", metavar="DIR", help="with the run's tokenizer (default: the project's)")
+    option(
+        "--data",
+        metavar="DIR",
+        type=os.path.expanduser,
+        help="with the run's tokenizer (default: the project's)",
+    )
     _take_text_behind_options(parser)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,10 @@ def add_samples(subcommands: Subcommands) -> None:
     what.add_argument("--step", type=int, metavar="N", help="the samples of this step")
     what.add_argument("--text", metavar="PHRASE", help="the steps that have read this phrase")
     what.add_argument(
-        "--file", metavar="FILE", help="the steps that have read this input file, by its digest"
+        "--file",
+        metavar="FILE",
+        type=os.path.expanduser,
+        help="the steps that have read this input file, by its digest",
     )
     option("--rank", type=int, metavar="R", help="with --step: of this rank alone")
     option(
@@ -38,8 +42,18 @@ def add_samples(subcommands: Subcommands) -> None:
     )
     option("--full", action="store_true", help="all text and all steps")
     option("--json", action="store_true", help="print JSON, with all text")
-    option("--data", metavar="DIR", help="with the run's tokens (default: the project's)")
-    option("--texts", metavar="TEXTS", help="directory with the text files, under whatever names")
+    option(
+        "--data",
+        metavar="DIR",
+        type=os.path.expanduser,
+        help="with the run's tokens (default: the project's)",
+    )
+    option(
+        "--texts",
+        metavar="TEXTS",
+        type=os.path.expanduser,
+        help="directory with the text files, under whatever names",
+    )
 
 
 def _samples(options: argparse.Namespace) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from forge.attestation.verify import path_option
 from forge.commands.subcommands import Subcommands
 
 
@@ -23,8 +23,14 @@ def add_profile(subcommands: Subcommands) -> None:
     )
     option("--gpus", type=int, metavar="N", help="GPUs of a node (default: all); 0: train on CPUs")
     option("--nodes", type=int, metavar="N", help="nodes that train (default: 2)")
-    option("--save", type=Path, metavar="FILE", help="write Slurm's answers to FILE as well")
-    option("--from", dest="answers", type=Path, metavar="FILE", help="read them from FILE instead")
+    option("--save", type=path_option, metavar="FILE", help="write Slurm's answers to FILE as well")
+    option(
+        "--from",
+        dest="answers",
+        type=path_option,
+        metavar="FILE",
+        help="read them from FILE instead",
+    )
 
 
 def _profile(options: argparse.Namespace) -> None:
