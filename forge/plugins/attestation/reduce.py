@@ -26,6 +26,9 @@ HIDDEN = ".../"  # in place of the directories of a path
 _PATH = re.compile(
     r"""\A(?:~\w*)?/.*[^/].*\Z|(?<=[=:,;\s'"(])(?:~\w*)?/(?!/)[^\s'":,;)]+""", re.DOTALL
 )
+# Settings of `tokenizer` and `tokenize` that are text, such as a separator `/* --- */`: the tokens are
+# made again by them as they are.
+_TEXT = ("document_separator", "text_field", "eos_token")
 
 
 def reduced(links: Sequence[ChainLink]) -> list[ChainLink]:
@@ -38,8 +41,10 @@ def reduced(links: Sequence[ChainLink]) -> list[ChainLink]:
 
 def absolute_paths(value: Any) -> Iterator[str]:
     """The absolute paths in strings of JSON."""
-    if isinstance(value, Mapping | list):
-        for each in value.values() if isinstance(value, Mapping) else value:
+    if isinstance(value, Mapping):
+        value = [each for key, each in value.items() if key not in _TEXT]
+    if isinstance(value, list):
+        for each in value:
             yield from absolute_paths(each)
     elif isinstance(value, str):
         yield from _PATH.findall(value)
@@ -49,7 +54,10 @@ def without_folders(value: Any, roots: Sequence[str] = ()) -> Any:
     """JSON in which each absolute path has its last name alone, after `.../`. roots: paths of which those
     below keep what is relative to them: /home/me/texts/a.txt is .../texts/a.txt below /home/me/texts."""
     if isinstance(value, Mapping):
-        return {key: without_folders(each, roots) for key, each in value.items()}
+        return {
+            key: each if key in _TEXT else without_folders(each, roots)
+            for key, each in value.items()
+        }
     if isinstance(value, list):
         return [without_folders(each, roots) for each in value]
     if not isinstance(value, str):

@@ -66,6 +66,18 @@ def test_relative_paths_addresses_and_other_texts_stay(text):
     assert not [*absolute_paths(text)]
 
 
+@pytest.mark.parametrize("section", ["tokenize", "settings"])
+def test_text_settings_that_look_like_paths_stay_and_paths_beside_them_do_not(section):
+    """With a part of the separator in it a statement did not give its tokens again."""
+    text = {"document_separator": "/* --- */", "text_field": "/body/text", "eos_token": "/s"}
+    values = {section: {**text, "sources": {"code": text}}}
+    assert without_folders(values) == values
+    assert not [*absolute_paths(values)]
+    values[section]["inputs"] = ["/home/alice/texts"]
+    assert without_folders(values)[section] == {**values[section], "inputs": [".../texts"]}
+    assert [*absolute_paths(values)] == ["/home/alice/texts"]
+
+
 def test_names_of_texts_keep_what_is_below_the_directory_of_the_config():
     texts = Texts(
         files={"": [{"name": "/home/alice/texts/a/00.txt", "bytes": 1, "blake3": "b"}]}  # type: ignore[list-item]
