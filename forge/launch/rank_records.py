@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -28,6 +29,9 @@ SAME_VERSION = "install the same version on all nodes (forge preflight compares 
 RESERVED_BYTES = 8192
 NO_RECORD = "it exited without a record"
 STOP_ASKED = "stop"  # in the directory of the launch: the cause, for ranks of another program
+# A shared file system that fails over reports errors for seconds (ESTALE, EIO). After the launch a record
+# decides what follows, so a disk that reports an error is asked again for so long.
+AGAIN_SEC, AGAIN_EVERY_SEC = 10.0, 0.5
 
 
 # --- the tasks of the ranks ------------------------------------------------------------------------
@@ -312,12 +316,25 @@ class RankRecord:
 
     @classmethod
     def read(cls, spec: LaunchSpec, rank: int) -> RankRecord:
-        """The record of this rank; `lost` without one."""
+        """The record of this rank; `lost` without one. Raises UnfitError where the disk still reports an
+        error after AGAIN_SEC, DataError for a record of another version of Forge."""
+        end = time.monotonic() + AGAIN_SEC
+        while True:
+            try:
+                return cls._read(spec, rank)
+            except (OSError, UnfitError):
+                if time.monotonic() > end:
+                    raise
+            time.sleep(AGAIN_EVERY_SEC)
+
+    @classmethod
+    def _read(cls, spec: LaunchSpec, rank: int) -> RankRecord:
         path = _path(spec, rank)
         pid = read_object_or_empty(_stopped(path)).get("pid")
         for file in (path, _reserve(path), _provisional(path)):
-            if file.exists() and file.read_text().strip():
-                return replace(cls.read_file(file), stopped=pid)
+            with suppress(FileNotFoundError), disk_trouble(file, "read"):
+                if file.read_text().strip():
+                    return replace(cls.read_file(file), stopped=pid)
         return cls("lost", rank, message=NO_RECORD, stopped=pid)
 
     @classmethod
@@ -351,8 +368,10 @@ class RecordsSoFar:
                 self._read[name] = inode, record
 
     def _record(self, name: str) -> RankRecord | None:
-        """The record in a file; None for a provisional one that is withdrawn meanwhile."""
-        with suppress(OSError, DataError) if name.endswith(".provisional") else nullcontext():
+        """The record in a file. None where the disk reports an error, which says nothing about the
+        ranks: the next look reads it again; and for a provisional one that is withdrawn meanwhile."""
+        withdrawn = [DataError] if name.endswith(".provisional") else []
+        with suppress(OSError, UnfitError, *withdrawn):
             return RankRecord.read_file(self._folder / name)
         return None
 

@@ -1,9 +1,14 @@
 """Exit codes come from what ranks recorded: launcher and ranks must read what the other has written."""
 
+import errno
+import os
+from pathlib import Path
+
 import pytest
 
-from forge.core.errors import DataError
-from forge.core.files import read_json, write_json
+from forge.core import files
+from forge.core.errors import DataError, UnfitError
+from forge.core.files import open_regular, read_json, write_json
 from forge.core.machine import Fabric, Machine
 from forge.core.process import Process
 from forge.launch import lost_ranks, rank_records
@@ -141,6 +146,62 @@ def test_launcher_looks_again_where_the_directory_or_a_record_is_gone(tmp_path, 
     monkeypatch.setattr(RankRecord, "read_file", gone)
     records.look()
     assert records.stalled == []
+
+
+@pytest.fixture
+def refuses(monkeypatch):
+    """refuses(number, times): the disk answers the next reads of a file with this error."""
+
+    def refuse(number, times):
+        left = [times]
+
+        def fail(path):
+            if left[0] and path.name.startswith("rank-1."):
+                left[0] -= 1
+                raise OSError(number, os.strerror(number), str(path))
+
+        def opened(path, most=None):
+            fail(path)
+            return open_regular(path, most)
+
+        read_text = Path.read_text
+        monkeypatch.setattr(files, "open_regular", opened)
+        monkeypatch.setattr(
+            Path, "read_text", lambda path, *given: fail(path) or read_text(path, *given)
+        )
+
+    return refuse
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.EHOSTDOWN])
+@pytest.mark.parametrize("write", [RankRecord.write, RankRecord.write_provisional])
+def test_record_that_the_disk_does_not_give_ends_no_launch_and_the_next_look_reads_it(
+    tmp_path, refuses, number, write
+):
+    spec = spec_of(tmp_path)
+    spec.write(spec.path)
+    write(record := RankRecord("failed", 1, 69), spec)
+    refuses(number, 1)
+    records = RecordsSoFar(spec)
+    records.look()
+    assert records.written + records.stalled == []
+    records.look()
+    assert records.written + records.stalled == [record]
+
+
+def test_record_is_read_again_after_the_launch_until_the_disk_gives_it_or_for_too_long(
+    tmp_path, refuses, monkeypatch
+):
+    spec = spec_of(tmp_path)
+    spec.write(spec.path)
+    RankRecord("completed", 1).write(spec)
+    monkeypatch.setattr(rank_records, "AGAIN_EVERY_SEC", 0.0)
+    refuses(errno.ESTALE, 3)
+    assert RankRecord.read(spec, 1).status == "completed"
+    monkeypatch.setattr(rank_records, "AGAIN_SEC", 0.0)
+    refuses(errno.EIO, 1000)
+    with pytest.raises(UnfitError, match=r"cannot read .*rank-1\.json: Input/output error"):
+        RankRecord.read(spec, 1)
 
 
 def test_record_fits_into_the_reserved_space_of_a_full_disk(tmp_path, monkeypatch):
