@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from stat import S_ISREG
@@ -50,6 +51,7 @@ STDLIB_SKIPPED = frozenset(
 )
 
 MOST_NAMED = 3  # files, in a message
+LOST_AND_FOUND = "lost+found"  # at the root of a disk's file system, closed to all but root
 # Of a path that is not there, or a link to nothing or to itself.
 NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 # Files that are rarely text of a corpus, though they may be.
@@ -251,7 +253,8 @@ def _files_of(spec: str, own: re.Pattern[str] | None) -> Iterator[InputFile]:
     if spec == STDLIB:
         yield from _stdlib_files()
     elif glob.has_magic(spec) and not os.path.exists(spec):  # noqa: PTH110
-        for name in _matches(spec.split("/")):
+        is_left_out = partial(_is_left_out, own=own, spec=spec)
+        for name in _matches(spec.split("/"), is_left_out):
             if not _is_missing_or_folder(name) and not _is_own(os.path.dirname(name), own, spec):  # noqa: PTH120
                 yield _input_file(os.path.normpath(name), name, spec)
     elif os.path.isdir(spec):  # noqa: PTH112
@@ -259,6 +262,15 @@ def _files_of(spec: str, own: re.Pattern[str] | None) -> Iterator[InputFile]:
             yield _input_file(os.path.normpath(path), path, spec)
     else:
         yield _input_file(os.path.normpath(spec), spec, spec)
+
+
+def _is_left_out(folder: str, own: re.Pattern[str] | None, spec: str) -> bool:
+    """Return whether a directory that `spec` does not name is not entered: one of Forge's own, which may
+    be closed, or a closed `lost+found`, which a disk's file system has."""
+    is_of_disk = folder.rpartition("/")[2] == LOST_AND_FOUND
+    if is_of_disk and not os.access(folder, os.R_OK | os.X_OK, effective_ids=True):
+        return True
+    return _is_own(folder, own, spec)
 
 
 def _is_own(folder: str, own: re.Pattern[str] | None, spec: str) -> bool:
@@ -312,18 +324,21 @@ def _input_file(name: str, path: str, spec: str) -> InputFile:
         ) from None
 
 
-def _matches(parts: Sequence[str], folder: str = "") -> Iterator[str]:
+def _matches(
+    parts: Sequence[str], is_left_out: Callable[[str], bool], folder: str = ""
+) -> Iterator[str]:
     """Paths that a glob, divided at its slashes, matches in a directory, as `glob.iglob` gives them.
     `glob.iglob` silently skips a directory that cannot be listed; here that is a DataError.
 
-    folder: ends with a slash; "" for the working directory.
+    is_left_out: whether not to enter a directory that the glob matches. folder: ends with a slash; "" for
+    the working directory.
     """
     part, *rest = parts
     if not glob.has_magic(part):
-        yield from _matches(rest, f"{folder}{part}/") if rest else [f"{folder}{part}"]
+        yield from _matches(rest, is_left_out, f"{folder}{part}/") if rest else [f"{folder}{part}"]
         return
     if part == "**" and rest:
-        yield from _matches(rest, folder)
+        yield from _matches(rest, is_left_out, folder)
     for name, may_be_folder in _entries(folder or "."):
         if name.startswith(".") and not part.startswith("."):
             continue
@@ -331,13 +346,13 @@ def _matches(parts: Sequence[str], folder: str = "") -> Iterator[str]:
         if part == "**":
             if not rest:
                 yield path
-            if may_be_folder:
-                yield from _matches(parts, f"{path}/")
+            if may_be_folder and not is_left_out(path):
+                yield from _matches(parts, is_left_out, f"{path}/")
         elif fnmatchcase(name, part):
             if not rest:
                 yield path
-            elif may_be_folder:
-                yield from _matches(rest, f"{path}/")
+            elif may_be_folder and not is_left_out(path):
+                yield from _matches(rest, is_left_out, f"{path}/")
 
 
 def _entries(folder: str) -> list[tuple[str, bool]]:
@@ -363,21 +378,29 @@ def _unlisted(folder: str, err: OSError) -> DataError:
 def _walk(
     folder: str, skipped: frozenset[str] = frozenset(), own: re.Pattern[str] | None = None
 ) -> Iterator[str]:
-    """Paths of all files below a directory except hidden ones and Forge's own; follows links, each
-    directory once."""
+    """Paths of all files below a directory except hidden ones and those of directories that are left
+    out; follows links, each directory once."""
 
     def fail(err: OSError) -> None:
         raise _unlisted(err.filename, err) from None
 
+    if _is_own(folder, own, folder):
+        return
     seen = set()
     for parent, folders, names in os.walk(folder, onerror=fail, followlinks=True):
         status = os.stat(parent)  # noqa: PTH116
         # A link to a parent directory would never end.
-        if (status.st_dev, status.st_ino) in seen or _is_own(parent, own, folder):
+        if (status.st_dev, status.st_ino) in seen:
             folders.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in skipped)
+        folders[:] = sorted(
+            name
+            for name in folders
+            if not name.startswith(".")
+            and name not in skipped
+            and not _is_left_out(f"{parent}/{name}", own, folder)
+        )
         yield from (f"{parent}/{name}" for name in names if not name.startswith("."))
 
 

@@ -214,6 +214,34 @@ def test_text_in_a_directory_that_is_closed_is_never_left_out_without_a_word(
     closed.chmod(0o755)
 
 
+@pytest.mark.parametrize("spec", [".", "data", "**/*.txt", "data/**", "data/*/*.txt", "*/*/*.txt"])
+def test_closed_directories_of_forge_and_of_a_disk_are_not_entered(
+    tmp_path: Path, spec: str
+) -> None:
+    text = str(write("data/in/a.txt"))
+    own_files()
+    own = Config().own_folders
+    kept = [Path("data/archives/forge-1000"), Path("results/base"), Path("data/lost+found")]
+    kept[-1].mkdir()
+    for folder in (tmp_path, *(path for path in tmp_path.rglob("*") if path.is_dir())):
+        folder.chmod(0o755)
+    for folder in kept:
+        folder.chmod(0)
+    with bound_by_modes():
+        listed = names(spec, own=own)
+    for folder in kept:
+        folder.chmod(0o755)
+    assert listed == [text]
+
+
+def test_a_closed_directory_of_a_disk_that_is_named_is_an_error(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    write("lost+found/a.txt").parent.chmod(0)
+    with bound_by_modes(), pytest.raises(DataError, match=r"cannot list lost\+found"):
+        names("lost+found/*.txt")
+    Path("lost+found").chmod(0o755)
+
+
 @pytest.mark.parametrize(
     "spec",
     [
