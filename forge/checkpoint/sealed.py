@@ -147,16 +147,21 @@ class ProgramCheckpoints:
 
     # --- sealing ---
 
-    def seal(self, path: Path, step: int, lineage: SealLineage) -> SealedCheckpoint | None:
+    def seal(
+        self, path: Path, step: int, lineage: SealLineage, old: Seal | None = None
+    ) -> SealedCheckpoint | None:
         """Seal a checkpoint durably and point `latest` to the newest sealed one; None where it changed or
-        was removed meanwhile. Raises UnfitError when the disk cannot be written, DataError for the name
-        of a file that no seal may have."""
+        was removed meanwhile. old: a seal of it, whose digests count for its files: what has changed
+        since then is still found. Raises UnfitError when the disk cannot be written, DataError for the
+        name of a file that no seal may have."""
         before = signature(path)
         try:
             with disk_trouble(path, "read"):
-                files = {
+                known = old.files if old else {}
+                names = [name for name in names_in(path) if name not in known]
+                files = known | {
                     name: StoredFile(bytes=size, digest=digest)
-                    for name, size, digest in described(path, names_in(path), sync=True)
+                    for name, size, digest in described(path, names, sync=True)
                 }
                 for folder in {(path / name).parent for name in files if name}:
                     fsync_folder(folder)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forge.checkpoint.manifest import SealLineage
+from forge.checkpoint.manifest import Seal, SealLineage
 from forge.checkpoint.sealed import (
     ProgramCheckpoints,
     SealedCheckpoint,
@@ -82,7 +82,7 @@ class Sealer:
     _sealed: dict[Path, Signature] = field(default_factory=dict)  # as sealed, or at the start
     _ended: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
-    _warned: str = ""
+    _warned: set[str] = field(default_factory=set)
 
     def start(self) -> None:
         with suppress(ForgeError, OSError):  # of the disk: a warning of the first scan
@@ -112,57 +112,93 @@ class Sealer:
             self._scan(orderly=False)
 
     def _scan(self, *, orderly: bool) -> None:
-        """Seal what has become complete. A disk error is a warning: the next scan tries again."""
-        try:
+        """Seal what has become complete, newest first. Then look at one sealed checkpoint that has
+        changed: reading its digests may take an hour, in which another one becomes complete."""
+        with self._warning():
             progress = self.progress()
             self.on_look(progress, self._ended.is_set())
-            for step, path in self.checkpoints.there().items():
-                if self._is_due(path, step, progress, orderly):
-                    self._seal(path, step)
+            newest_first = [*self.checkpoints.there().items()][::-1]
+            for step, path in newest_first:
+                with self._warning():
+                    if not self.checkpoints.seal_of(path).exists():
+                        self._seal_if_due(path, step, signature(path), progress, orderly=orderly)
+            sealed = [(step, path) for step, path in newest_first if path in self._sealed]
+            # After the end the newest one alone, from which the run resumes: nobody waits for hours.
+            for step, path in sealed[: 1 if self._ended.is_set() else None]:
+                if files := self._changed(path):
+                    old = self._seal_that_holds(path, files)
+                    # Else only its times were new, as by `touch`.
+                    if self._sealed.get(path) != files:
+                        self._seal_if_due(path, step, files, progress, orderly=orderly, old=old)
+                    break
+
+    @contextmanager
+    def _warning(self) -> Iterator[None]:
+        """Say a disk error once: the next scan tries again."""
+        try:
+            yield
         except (ForgeError, OSError) as err:
-            if str(err) != self._warned:
-                self._warned = str(err)
+            if str(err) not in self._warned:
+                self._warned.add(str(err))
                 say(f"warning: a checkpoint could not be sealed: {err}")
 
-    def _is_due(self, path: Path, step: int, progress: SealProgress, orderly: bool) -> bool:
-        files = signature(path)
-        if self.checkpoints.seal_of(path).exists():
-            sealed = self._sealed.get(path, files)
-            # Where files are gone, the program removes the checkpoint; the next pruning takes the seal.
-            if sealed == files or {name for name, *_ in sealed} - {name for name, *_ in files}:
-                return False
-            if self._is_as_sealed(path):  # only its times are new, as by `touch`
-                self._sealed[path] = files
-                return False
-            self._unseal(path)
+    def _seal_if_due(
+        self,
+        path: Path,
+        step: int,
+        files: Signature,
+        progress: SealProgress,
+        *,
+        orderly: bool,
+        old: Seal | None = None,
+    ) -> None:
+        """Seal a checkpoint that is complete and that no rank still writes. old: as for `_seal`."""
         if not files or not self.checkpoints.is_complete(path, step):
             self._candidates.pop(path, None)
-            return False
+            return
         known = self._candidates.get(path)
         if known is None or known.files != files or None in known.since.running:
             known = self._candidates[path] = Candidate(files, progress)
-        is_quiet = progress.has_run(self.checkpoints.settle_sec, known.since)
-        return progress.has_saved(step) or (not progress.tells_saves and (orderly or is_quiet))
+        is_quiet = orderly or progress.has_run(self.checkpoints.settle_sec, known.since)
+        is_due = progress.has_saved(step) or (not progress.tells_saves and is_quiet)
+        if old and old.lineage != self.lineage:
+            # These ranks tell nothing about files that somebody adds to what others have saved.
+            is_due = is_quiet
+        if is_due:
+            self._seal(path, step, files, old)
 
-    def _is_as_sealed(self, path: Path) -> bool:
-        try:
-            return not list(self.checkpoints.open_complete(path).bad_files())
-        except DataError:
-            return False
+    def _changed(self, path: Path) -> Signature:
+        """The files of a sealed checkpoint where they have changed since, else (). Where files are gone,
+        the program removes the checkpoint; the next pruning takes the seal."""
+        sealed, files = self._sealed[path], signature(path)
+        is_whole = {name for name, *_ in sealed} <= {name for name, *_ in files}
+        return files if is_whole and files != sealed else ()
 
-    def _unseal(self, path: Path) -> None:
-        """A rank has written on after the seal: the checkpoint was not complete."""
+    def _seal_that_holds(self, path: Path, files: Signature) -> Seal | None:
+        """The seal of a checkpoint, where it holds for all files but those that were added. None where
+        one has changed: a rank has written on, the checkpoint was not complete. The seal is removed."""
+        with suppress(DataError):
+            checkpoint = self.checkpoints.open_complete(path)
+            seal, is_same = checkpoint.manifest, set(self._sealed[path]) <= set(files)
+            if not seal.is_edited and (is_same or not [*checkpoint.file_list.bad_files()]):
+                self._sealed[path] = tuple(file for file in files if file[0] in seal.files)
+                return seal
         say(f"warning: {path.name} has changed since it was sealed; it will be sealed again")
         self.checkpoints.seal_of(path).unlink(missing_ok=True)
         del self._sealed[path]
+        return None
 
-    def _seal(self, path: Path, step: int) -> None:
+    def _seal(self, path: Path, step: int, files: Signature, old: Seal | None) -> None:
+        """old: the seal of all files but those that were added since. It keeps its lineage, and is there
+        until the new one replaces it."""
         started = time.monotonic()
-        files = signature(path)  # not afterwards: a rank may write on while the seal is made
-        sealed = self.checkpoints.seal(path, step, self.lineage)
+        sealed = self.checkpoints.seal(path, step, old.lineage if old else self.lineage, old)
         if sealed is None:
             return
-        self._sealed[path] = files
+        self._sealed[path] = files  # of before: a rank may write on while the seal is made
+        if old:
+            say(f"{path.name} is sealed again, with the files that were added to it")
+            return
         self._record(sealed, time.monotonic() - started)
         self.checkpoints.prune(self.keep_last)
 

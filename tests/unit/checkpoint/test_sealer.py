@@ -1,7 +1,9 @@
 """When a checkpoint is sealed: never while a rank may still write it."""
 
+import errno
 import os
 import threading
+from pathlib import Path
 
 import pytest
 from support.manifests import MADE_BY
@@ -35,6 +37,14 @@ def ranks():
 def sealer(tmp_path, ranks):
     checkpoints = ProgramCheckpoints(RunPaths(tmp_path), Checkpoints(settle_sec=30), world_size=2)
     return Sealer(checkpoints, ranks, MADE_BY)
+
+
+@pytest.fixture
+def started(sealer, monkeypatch):
+    """The sealer after its start, which looks only when the test does."""
+    monkeypatch.setattr("forge.checkpoint.sealer.SCAN_SEC", 3600.0)
+    yield sealer.start
+    sealer._ended.set()
 
 
 def scan(sealer, orderly=False):
@@ -112,17 +122,54 @@ def test_when_all_ranks_have_exited_with_0_what_is_complete_is_sealed_at_once(se
     assert scan(sealer, orderly=True) == [5]
 
 
-def test_file_that_comes_after_the_seal_opens_it_again(sealer, ranks, capsys):
+def test_file_that_comes_after_the_seal_is_added_to_it_once_no_rank_writes(sealer, ranks, capsys):
     folder = write(sealer.checkpoints, 5)
     ranks.steps = [6, 6]
     assert scan(sealer) == [5]
+    seal = sealer.checkpoints.seal_of(folder)
+    first = seal.read_bytes()
     ranks.steps = [None, None]
     (folder / "late.bin").write_text("late")
-    assert scan(sealer) == []
-    assert "checkpoint-5 has changed since it was sealed" in capsys.readouterr().err
+    assert scan(sealer) == [5]
+    assert seal.read_bytes() == first
     ranks.steps = [7, 7]
     assert scan(sealer) == [5]
     assert list(sealer.checkpoints.latest().bad_files()) == []
+    assert "checkpoint-5 has changed" not in capsys.readouterr().err
+    assert [save.step for save in events.read(sealer.checkpoints.paths.events)] == [5]
+
+
+def test_file_that_is_added_to_a_checkpoint_of_another_launch_leaves_what_made_it(
+    sealer, ranks, started
+):
+    """As an evaluation: nobody tells when it is complete, so it counts once nothing changes any more."""
+    folder = write(sealer.checkpoints, 5)
+    made_by = MADE_BY.model_copy(update={"world_size": 4})
+    sealer.checkpoints.seal(folder, 5, made_by)
+    started()
+    for seconds in (0, 20):
+        (folder / "eval.json").write_text(f"{seconds}")
+        ranks.steps, ranks.saved, ranks.running = [9, 9], [9, 9], [seconds, seconds]
+        assert scan(sealer) == [5]
+        assert "eval.json" not in sealer.checkpoints.latest().manifest.files
+    ranks.running = [50, 50]
+    assert scan(sealer) == [5]
+    sealed = sealer.checkpoints.latest()
+    assert (sealed.manifest.lineage, list(sealed.bad_files())) == (made_by, [])
+    assert "eval.json" in sealed.manifest.files
+    assert not sealer.checkpoints.paths.events.exists()
+
+
+def test_file_that_is_added_hides_no_other_that_is_corrupt(sealer, ranks, started):
+    folder = write(sealer.checkpoints, 5)
+    sealer.checkpoints.seal(folder, 5, MADE_BY)
+    (folder / "state.json").write_text("STATE.JSON at 5")  # as long as before
+    started()
+    (folder / "eval.json").write_text("{}")
+    ranks.steps = [6, 6]
+    assert scan(sealer) == [5]
+    [bad] = sealer.checkpoints.latest().bad_files()
+    assert bad.startswith("state.json has digest")
 
 
 def test_file_that_comes_while_the_seal_is_made_opens_it_again(sealer, ranks, monkeypatch):
@@ -185,6 +232,53 @@ def test_checkpoint_that_the_program_is_removing_is_not_sealed_as_what_is_left(s
     (folder / "deep/weights.bin").unlink()
     assert scan(sealer) == [5]
     assert list(sealer.checkpoints.latest().bad_files()) == ["deep/weights.bin is missing"]
+
+
+def test_changed_times_of_sealed_checkpoints_hold_up_no_new_one(
+    sealer, ranks, started, monkeypatch
+):
+    """As `touch` leaves them: their digests may take hours."""
+    for step in (1, 2, 3):
+        sealer.checkpoints.seal(write(sealer.checkpoints, step), step, MADE_BY)
+    started()
+    for file in sealer.checkpoints.paths.checkpoints.rglob("*"):
+        os.utime(file, (1, 1))
+    write(sealer.checkpoints, 9)
+    ranks.steps = [10, 10]
+    looks, seal, read = [], ProgramCheckpoints.seal, ProgramCheckpoints.open_complete
+    monkeypatch.setattr(
+        ProgramCheckpoints, "seal", lambda *given: looks.append("seal") or seal(*given)
+    )
+    monkeypatch.setattr(
+        ProgramCheckpoints,
+        "open_complete",
+        lambda own, path: looks.append(path.name) or read(own, path),
+    )
+    scan(sealer)
+    assert looks == ["seal", "checkpoint-3"]
+    scan(sealer)
+    assert looks == ["seal", "checkpoint-3", "checkpoint-2"]
+    sealer.finish(orderly=True)
+    assert looks == ["seal", "checkpoint-3", "checkpoint-2"]
+
+
+@pytest.mark.parametrize("bad", [5, 9])
+def test_checkpoint_on_a_bad_disk_keeps_no_other_from_being_sealed(
+    sealer, ranks, capsys, monkeypatch, bad
+):
+    for step in (5, 9):
+        write(sealer.checkpoints, step)
+    ranks.steps = [10, 10]
+    fsync = os.fsync
+
+    def failing(fd):
+        if f"/checkpoint-{bad}/" in str(Path(f"/proc/self/fd/{fd}").readlink()):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    assert scan(sealer) == scan(sealer) == [14 - bad]
+    assert capsys.readouterr().err.count("could not be sealed") == 1
 
 
 def test_disk_that_refuses_the_seal_is_a_warning_and_the_next_scan_tries_again(
