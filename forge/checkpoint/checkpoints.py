@@ -63,11 +63,15 @@ class Pruned(DataError):
 
 @contextmanager
 def not_pruned(checkpoint: SavedCheckpoint) -> Iterator[None]:
-    """Raise Pruned where the run, which is training, prunes the checkpoint while it is read."""
+    """Raise Pruned where the run, which is training, prunes the checkpoint while it is read. A program
+    may do so file by file, and its directory is left for as long as that takes."""
     try:
         yield
-    except (DataError, FileNotFoundError):
-        if checkpoint.folder.exists():
+    except (DataError, FileNotFoundError) as err:
+        is_gone = isinstance(err, FileNotFoundError) and Path(str(err.filename)).is_relative_to(
+            checkpoint.folder
+        )
+        if checkpoint.folder.exists() and not is_gone:
             raise
         raise Pruned(
             f"{checkpoint.folder} was removed while it was read",

@@ -81,19 +81,38 @@ def test_export_has_its_name_only_when_each_file_and_folder_of_it_is_on_disk(
     assert {path.name for path in folder.rglob("*")} <= synced
 
 
+def remove_first_files(folder):
+    """As far as rmtree of a program has come after a moment."""
+    shutil.rmtree(folder / "deep")
+    (folder / "optimizer.pt").unlink()
+
+
+@pytest.mark.parametrize("removed", [remove, remove_first_files])
 def test_checkpoint_that_is_pruned_while_it_is_copied_is_an_error_that_says_so(
-    paths, tmp_path, monkeypatch
+    paths, tmp_path, monkeypatch, removed
 ):
     copyfile = shutil.copyfile
 
     def pruned(source, target):
-        remove(paths.checkpoints / "checkpoint-9")
+        removed(paths.checkpoints / "checkpoint-9")
         copyfile(source, target)
 
     monkeypatch.setattr(shutil, "copyfile", pruned)
     with pytest.raises(DataError, match="checkpoint-9 was removed while it was read"):
         export(config_of(tmp_path, ["*"]))
     assert list(paths.exports.glob("checkpoint*")) == []
+
+
+def test_directory_of_the_copy_that_is_gone_is_no_checkpoint_that_was_pruned(
+    paths, tmp_path, monkeypatch
+):
+    def gone(_source, target):
+        shutil.rmtree(target.parent)
+        target.write_bytes(b"")
+
+    monkeypatch.setattr(shutil, "copyfile", gone)
+    with pytest.raises(FileNotFoundError):
+        export(config_of(tmp_path, ["*"]))
 
 
 def test_other_files_than_before_are_not_written_over_an_export(paths, tmp_path):
