@@ -44,7 +44,7 @@ from forge.launch.rank import refuse_left_over
 from forge.reporting import workflow_output
 from forge.run import ended_allocation
 from forge.slurm import jobs
-from forge.slurm.sbatch import Request
+from forge.slurm.sbatch import Request, excluding
 
 
 class Flow:
@@ -95,6 +95,8 @@ class Flow:
         of_profile = overwrites.get(jobs.TRAIN_RULE, {})
         self._layouts = runs.read_layouts(settings, of_profile, given, main=main)
         self.allocation = Allocation(of_profile, self.runs, self._layouts, self._profile)
+        if main:  # what functions of resources raise, Snakemake shows with its own traceback
+            excluding(self.allocation.machine.slurm.options, [])
         snakemake_private.set_resources(resources, jobs.TRAIN_RULE, self.allocation.of_profile)
         self.results, self.data = shared_folders(self.runs)
         self.settings = rule_inputs.rule_settings(self.runs, main=main)
@@ -228,7 +230,8 @@ class Flow:
         return f"{jobs.ALLOCATION}-{wildcards.run}"
 
     def allocation_extra(self, wildcards: Any) -> str:
-        return self.allocation.slurm_extra(wildcards.run)
+        # Not inside a job, whose node may not have a file that slurm.options names.
+        return self.allocation.slurm_extra(wildcards.run) if self._is_main else ""
 
     def validation_mem_mb(self, wildcards: Any) -> int:
         return self._model_mem_mb(wildcards.run)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from forge.core.errors import ConfigError
 from forge.core.machine import Machine
 from forge.slurm import slurm
 from forge.slurm.jobs import TRAIN_RULE
@@ -192,7 +193,8 @@ def slurm_extra(machine: Machine, nodes: int, ranks_per_node: int, bad_nodes: Se
 
 
 def excluding(given: str, nodes: Iterable[str]) -> str:
-    """These options, also without these nodes: of two --exclude sbatch takes the last."""
+    """These options, also without these nodes: of two --exclude sbatch takes the last. Raises ConfigError
+    for a file of nodes that cannot be read."""
     own, others = _without_exclude(shlex.split(given))
     excluded = ",".join(dict.fromkeys([*own, *nodes]))
     return shlex.join([f"--exclude={excluded}", *others] if excluded else others)
@@ -210,11 +212,26 @@ def _without_exclude(options: Iterable[str]) -> tuple[list[str], list[str]]:
         else:
             others.append(word)
             continue
-        if "/" in given:  # a file of nodes, which sbatch reads
-            others.append(f"--exclude={given}")
-        else:
-            nodes += slurm.expand(given)
+        nodes += _nodes_in(given) if "/" in given else slurm.expand(given)
     return nodes, others
+
+
+def _nodes_in(file: str) -> list[str]:
+    """The nodes in a file that --exclude names, as sbatch reads it: host lists, with commas or line ends
+    between them, and comments after `#`."""
+    try:
+        lines = Path(file).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as err:
+        reason = err.strerror if isinstance(err, OSError) else "it is no text"
+        raise ConfigError(
+            f"--exclude={file}: the file of nodes cannot be read: {reason}",
+            cause="options of sbatch in machine.yaml or in the profile name it, and paths are relative to"
+            f" {Path.cwd()}",
+            fix="make it readable on this machine, or name the nodes themselves",
+        ) from None
+    lists = ",".join(line.partition("#")[0] for line in lines)
+    # `host*3` names a host several times.
+    return slurm.expand(re.sub(r"\s+|\*\d+", "", lists))
 
 
 def flexible_request(resources: Mapping[str, Any]) -> dict[str, object]:

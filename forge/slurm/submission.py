@@ -192,11 +192,12 @@ def _node_problems(asks: str, request: Request, partition: Partition) -> list[tu
 
 def _size_problems(asks: str, request: Request, partition: Partition) -> list[tuple[str, str]]:
     """The sizes that too few nodes have, or that too few nodes have all sizes at once."""
-    usable = [node for node in partition.nodes if node.name not in request.excluded]
+    excluded = request.excluded
+    usable = [node for node in partition.nodes if node.name not in excluded]
     if len(usable) < request.nodes:
         what = (
             f"{asks} {request.nodes} nodes, and {len(usable)} of its {len(partition.nodes)} are left:"
-            f" excluded are {', '.join(sorted(request.excluded))}"
+            f" excluded are {', '.join(sorted(excluded))}"
         )
         return [(what, "look into results/RUN/bad_nodes.txt, slurm.exclude and slurm.options")]
     model, gpus = request.gpus
@@ -247,10 +248,11 @@ def _cores_key(request: Request) -> str:
 def fitting_nodes(request: Request, partition: Partition) -> list[Node]:
     """The nodes of the partition that are large enough, in any state."""
     model, gpus = request.gpus
+    excluded = request.excluded
     return [
         node
         for node in partition.nodes
-        if node.name not in request.excluded
+        if node.name not in excluded
         and node.cpus >= request.cpus
         and node.memory_mb >= request.mem_mb
         and node.num_gpus(model) >= gpus

@@ -337,6 +337,32 @@ def test_more_gpu_hours_than_the_machine_allows_are_submitted_by_no_command(
     machine.write_text(shipped)
 
 
+def test_nodes_in_a_file_are_excluded_and_without_the_file_nothing_is_submitted(
+    submitted, shared_project
+):
+    machine, file = (
+        shared_project.root / name for name in ("profiles/ethernet/machine.yaml", "bad")
+    )
+    shipped = machine.read_text()
+    machine.write_text(f"{shipped}slurm: {{exclude: [n1], options: --exclude=./bad}}\n")
+    file.write_text("n[7-8]\n")
+    assert "--exclude=n7,n8,n1" in submitted("ethernet")
+    file.unlink()
+    for arguments in (("train",), ("-n",)):
+        code, lines = tried(shared_project, "--profile", "profiles/ethernet", *arguments)
+        assert code != 0 and "Traceback" not in "\n".join(lines)
+        assert any("--exclude=./bad: the file of nodes cannot be read" in line for line in lines)
+    # Inside a job, whose node need not have it.
+    of_job = (
+        "--mode=remote",
+        "--set-resources",
+        "train_run:machine=profiles/ethernet/machine.yaml",
+    )
+    code, lines = tried(shared_project, *of_job, "--cores=1", "-n", "--", "train")
+    assert code == 0, lines
+    machine.write_text(shipped)
+
+
 def test_copy_of_a_profile_has_the_machine_beside_it_for_preflight_on_other_nodes_too(
     submitted, shared_project
 ):

@@ -26,7 +26,7 @@ from forge.plugins.controller.records import Controller, ControllerState, Submit
 from forge.plugins.controller.shell import SET_IN_JOBS
 from forge.slurm import adopt, jobs, slurm, submission
 from forge.slurm.partitions import Partition, read_partitions
-from forge.slurm.sbatch import Request, batch_line
+from forge.slurm.sbatch import Request, batch_line, excluding
 
 DAY_MIN = 24 * 60
 WARN_SEC = 300  # before its time limit; a quarter of a shorter one
@@ -176,7 +176,8 @@ class ControllerRequest(Request):
 def request_of(
     settings: ControllerSettings, check: SubmitCheck, known: Mapping[str, Partition]
 ) -> Request:
-    """Request of the controller's job. Raises UnfitError where its nodes may not submit the jobs."""
+    """Request of the controller's job. Raises UnfitError where its nodes may not submit the jobs, and as
+    `excluding`."""
     partition = settings.partition or check.partition
     account = settings.account or check.account
     bare = Request(rules=("",), minutes=0, partition=partition)
@@ -184,16 +185,16 @@ def request_of(
     longest = max((place.max_minutes for place in own), default=float(DAY_MIN))
     minutes = settings.runtime or int(min(DAY_MIN, max(longest, 1)))
     warn_sec = min(WARN_SEC, minutes * 60 // 4)
+    forbidden = sorted(_not_submitting(own, check, known))
     options = [
-        *shlex.split(settings.options),  # first, so that they change nothing that Forge relies on
+        # First, so that they change nothing that Forge relies on.
+        *shlex.split(excluding(settings.options, forbidden)),
         *([f"--account={account}"] if account else []),
         *([f"--partition={partition}"] if partition else []),
         *("--export=ALL", f"--time={minutes}", f"--signal=B:USR1@{warn_sec}"),
         *("--nodes=1", "--ntasks=1", "--cpus-per-task=1", f"--mem={settings.mem_mb}"),
         *(f"--job-name={controller_job.JOB_NAME}", "--requeue"),
     ]
-    if forbidden := _not_submitting(own, check, known):
-        options.append(f"--exclude={','.join(sorted(forbidden))}")
     return ControllerRequest(
         rules=("controller",),
         minutes=minutes,

@@ -59,6 +59,12 @@ def test_nodes_that_may_not_submit_are_left_out():
     assert "--exclude=c2" in options(gpu="login,c1")
 
 
+def test_nodes_that_the_user_excludes_are_excluded_beside_those_that_may_not_submit():
+    """Of two --exclude sbatch takes the last."""
+    line = options(ControllerSettings(options="-x c7 --nice"), gpu="login,c1")
+    assert [word for word in line if "-x" in word or "clude" in word] == ["--exclude=c7,c2"]
+
+
 def test_partition_of_which_no_node_may_submit_is_refused_with_other_ways():
     with pytest.raises(UnfitError) as err:
         options(gpu="login[1-2]")

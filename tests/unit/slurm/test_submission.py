@@ -340,9 +340,29 @@ def test_nodes_that_a_user_excludes_are_excluded_beside_those_of_the_run(word):
     assert given.excluding({"n8"}).options == ("--exclude=n7,n8",)
 
 
-@pytest.mark.parametrize("word", ["-x /site/bad", "--exclude=/site/bad"])
-def test_file_of_excluded_nodes_is_left_to_sbatch(word):
-    assert excluding(word, ["n8"]) == "--exclude=n8 --exclude=/site/bad"
+@pytest.mark.parametrize("word", ["-x ./bad", "-x./bad", "--exclude={here}/bad"])
+def test_nodes_in_a_file_are_excluded_beside_those_of_the_run(word, tmp_path, monkeypatch):
+    """Of two --exclude sbatch takes the last, whether one names a file or not."""
+    monkeypatch.chdir(tmp_path)
+    Path("bad").write_text("# broken\nn[1-2,4],gpu7\n\n  n9 # fan\nn1*2\n")
+    found = excluding(f"{word.format(here=tmp_path)} --nice", ["n8", "n9"])
+    assert found == "--exclude=n1,n2,n4,gpu7,n9,n8 --nice"
+
+
+def test_file_without_nodes_excludes_none(tmp_path):
+    (tmp_path / "bad").write_text("# all are well\n")
+    assert excluding(f"-x {tmp_path}/bad", []) == ""
+    assert excluding(f"-x {tmp_path}/bad", ["n8"]) == "--exclude=n8"
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe"])
+def test_file_of_excluded_nodes_that_cannot_be_read_is_refused(content, tmp_path):
+    if content:
+        (tmp_path / "bad").write_bytes(content)
+    with pytest.raises(
+        ConfigError, match=f"--exclude={tmp_path}/bad: the file of nodes cannot be read"
+    ):
+        excluding(f"--exclude={tmp_path}/bad", ["n8"])
 
 
 def test_request_has_what_the_executors_own_settings_add():
