@@ -84,13 +84,9 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def tokens(
-    folder: Path,
-    tokenizer: Tokenizer,
-    documents: list[str] = DOCUMENTS,
-    eos: str = EOS,
-    **keys: object,
+    folder: Path, tokenizer: Tokenizer, documents: list[str] = DOCUMENTS, eos: str = EOS
 ) -> ResolvedConfig:
-    """Tokenize documents in several shards. The config. keys: of the section tokenize."""
+    """Tokenize documents in several shards. The config."""
     folder.mkdir(exist_ok=True)
     (folder / "text.txt").write_text(SEPARATOR.join(documents))
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -104,7 +100,6 @@ def tokens(
                 "val_fraction": 0.4,
                 "shard_tokens": 1024,
                 "max_lost": 1.0,
-                **keys,
             },
         )
     )
@@ -312,7 +307,8 @@ def test_tokens_without_these_files_are_estimated_and_what_was_measured_is_kept(
 
 
 def test_more_shards_than_files_may_be_open_are_measured(tmp_path: Path) -> None:
-    config = tokens(tmp_path, bpe(), shard_tokens=128)
+    many = [f"{text} {n}" for n in range(400) for text in (JAPANESE, HINDI, CODE)]
+    config = tokens(tmp_path, bpe(), many)
     expected = measured(config)
     shards = ShardSet.open(tokens_folder(config.data, config.ids.tokens))
     (shards.folder / STATISTICS).unlink()
