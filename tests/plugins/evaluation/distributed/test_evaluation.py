@@ -176,7 +176,7 @@ def scored(monkeypatch) -> list[Path]:
     """Exports that were scored, by a stand-in for the harness."""
     seen: list[Path] = []
 
-    def score(exported, evaluate, index, precision):
+    def score(exported, evaluate, index, precision, seq_len):
         assert (exported / "model.safetensors").exists()
         seen.append(exported)
         return [Score(task="words", metric="acc", value=0.5, num_documents=8)], {}, "cpu"
