@@ -118,6 +118,12 @@ class PathEntry(InputEntry):
     name: RelativePath
 
 
+def num_windows(num_tokens: int, seq_len: int) -> int:
+    """Number of windows of seq_len + 1 tokens in a shard. The last token of a window is only a target: it
+    is the first token of the next window."""
+    return max(num_tokens - 1, 0) // seq_len
+
+
 class ShardEntry(RecordPart):
     """A shard: file name, number of tokens and documents, blake3."""
 
@@ -175,6 +181,11 @@ class ShardManifest(Record):
                 raise ValueError(f"totals of {split} are not the sums over its shards")
         return self
 
+    def used_tokens(self, split: Split, seq_len: int) -> int:
+        """Tokens of a split that are read in an epoch: those in windows. The end of a shard, shorter than
+        a window, is in none."""
+        return seq_len * sum(num_windows(shard.tokens, seq_len) for shard in self.splits[split])
+
     def write(self, path: Path) -> None:
         """Write the file, as `Record.write`."""
         # json indents in Python: 0.3 s for 20,000 inputs, orjson 0.01 s.
@@ -207,9 +218,8 @@ class Shard:
         return self.path.with_suffix(".bytes")
 
     def num_windows(self, seq_len: int) -> int:
-        """Number of windows of seq_len + 1 tokens. The last token of a window is only a target: it is the
-        first token of the next window."""
-        return max(self.num_tokens - 1, 0) // seq_len
+        """Number of windows of seq_len + 1 tokens."""
+        return num_windows(self.num_tokens, seq_len)
 
     def read(self) -> np.memmap[Any, Any]:
         """The ids, with `masked_from`, memory-mapped and read-only: shape (num_tokens,)."""

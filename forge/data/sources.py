@@ -7,6 +7,7 @@ are in directories of these names beside the manifest.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -20,9 +21,19 @@ from forge.core.files import digest_bytes, read_json
 from forge.core.paths import MANIFEST, tokens_folder
 from forge.core.records import Record, RecordPart
 from forge.core.terminal import say
-from forge.data.shards import DIGEST, Kind, Member, ShardSet
+from forge.data.shards import (
+    DIGEST,
+    SPLITS,
+    Kind,
+    Member,
+    ShardManifest,
+    ShardSet,
+    num_windows,
+)
 
 AGAIN = "run `forge tokenize CONFIG` again"
+# A larger share of the tokens of a split that no sequence has is worth a warning.
+MUCH_UNUSED = 0.2
 
 
 class ListedTokens(RecordPart):
@@ -163,3 +174,32 @@ def list_sources(config: ResolvedConfig) -> Path:
         say(f"source {name}: {shards.manifest.totals['train'].tokens:,} tokens in {shards.folder}")
     SourcesManifest(sources=entries).write(folder / MANIFEST)
     return folder
+
+
+def manifests_there(folder: Path) -> dict[str, ShardManifest]:
+    """Manifests of the tokens in a directory by source, under "" without sources; {} where they cannot be
+    read."""
+    try:
+        return {name: shards.manifest for name, shards in open_tokens(folder).by_source.items()}
+    except DataError:
+        return {}
+
+
+def unused_warnings(manifests: Mapping[str, ShardManifest], seq_len: int) -> list[str]:
+    """Warnings of splits much of which is in no window, as with long sequences and short shards.
+    manifests: by source, under "" without sources. For a split without any window, `WindowIndex` has the
+    error."""
+    warnings = []
+    for name, manifest in manifests.items():
+        for split in SPLITS:
+            tokens, used = manifest.totals[split].tokens, manifest.used_tokens(split, seq_len)
+            if 0 < used < (1 - MUCH_UNUSED) * tokens:
+                sizes = [shard.tokens for shard in manifest.splits[split]]
+                short = sum(not num_windows(size, seq_len) for size in sizes)
+                warnings.append(
+                    f"warning: {tokens - used:,} of {tokens:,} {f'{name} {split}'.strip()} tokens"
+                    f" ({1 - used / tokens:.0%}) are never read: a sequence has train.seq_len + 1 ="
+                    f" {seq_len + 1:,} tokens of one shard, and {short} of {len(sizes)} shards are"
+                    " shorter (text has fewer and longer shards with a larger tokenize.part_mib)"
+                )
+    return warnings

@@ -19,7 +19,7 @@ from forge.core.records import Trained
 from forge.core.terminal import say
 from forge.data import text_bytes
 from forge.data.lossy_tokenizer import check_tokenizer
-from forge.data.sources import open_tokens
+from forge.data.sources import manifests_there, open_tokens, unused_warnings
 from forge.hosts.placement import Placement, WorldLayout
 from forge.launch.launcher import LaunchPlan, run_ranks
 from forge.launch.rank_records import RankRecord, TrainTask
@@ -152,7 +152,11 @@ class ForgeTrainer(ForgeRun):
         return step == self.config.goal and bool(self._recorded_digest(step))
 
     def warnings(self) -> list[str]:
-        return compatibility.schedule_warnings(self.config, self.checkpoints.latest())
+        tokens = tokens_folder(self.config.data, self.config.ids.tokens)
+        return [
+            *compatibility.schedule_warnings(self.config, self.checkpoints.latest()),
+            *unused_warnings(manifests_there(tokens), self.config.train.seq_len),
+        ]
 
     def on(self, layout: WorldLayout) -> ForgeTrainer:
         return self

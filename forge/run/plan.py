@@ -19,6 +19,7 @@ from forge.core.terminal import Table, duration, gpu_and_node_hours, print_plain
 from forge.core.train_settings import Train
 from forge.data.content_ids import resolve_ids
 from forge.data.shards import ShardManifest
+from forge.data.sources import unused_warnings
 from forge.hosts.placement import WorldLayout, layouts_on, refuse_no_ranks
 from forge.run.forecast import end_at, expected_of
 from forge.run.interruptions import known_here, readable_events
@@ -81,7 +82,7 @@ def _facts(config: Config, shape: Shape, layout: WorldLayout) -> list[str]:
         f"checkpoint: {saved:,.3g} GB, every {train.checkpoint_every} steps{_by_the_clock(train)},"
         f" {train.keep_last} kept",
         *_sources(config),
-        _data(config),
+        *_data(config),
         f"ranks: {ranks}; micro-batch of {shape.micro_samples} samples{chosen}",
     ]
 
@@ -191,27 +192,34 @@ def _cost(shape: Shape, machine: Machine, seconds: float, steps: int) -> Iterato
 # --- data ------------------------------------------------------------------------------------------
 
 
-def _data(config: Config) -> str:
-    """Tokens of the training split, and how often they are read up to the goal."""
-    tokens = _num_tokens(config)
-    if not tokens:
-        return "data: not tokenized yet, so the number of epochs is not known"
-    train = config.train
+def _data(config: Config) -> list[str]:
+    """Tokens of the training split, and how often they are read up to the goal. Then warnings of tokens
+    that are never read."""
+    manifests, train = _manifests(config), config.train
+    if not manifests:
+        return ["data: not tokenized yet, so the number of epochs is not known"]
+    tokens = {name: one.totals["train"].tokens for name, one in manifests.items()}
+    used = {name: one.used_tokens("train", train.seq_len) for name, one in manifests.items()}
     if train.mix is None:
         steps = max(0, train.max_steps - first_step(config))
-        total = steps * train.batch_size * train.seq_len
-        epochs = total / sum(tokens.values())
-        return f"data: {sum(tokens.values()):,} tokens, {epochs:,.3g} epochs"
-    drawn = _drawn(config)
+        drawn = {"": float(steps * train.batch_size * train.seq_len)}
+        tokens, used = {"": sum(tokens.values())}, {"": sum(used.values())}
+    else:
+        drawn = _drawn(config)
     each = (
-        f"{name} {number:,} tokens, {drawn[name] / number:,.3g} epochs"
+        f"{name} {number:,} tokens, {_epochs(drawn[name], used[name])}".strip()
         for name, number in tokens.items()
     )
-    return f"data: {'; '.join(each)}"
+    return [f"data: {'; '.join(each)}", *unused_warnings(manifests, train.seq_len)]
 
 
-def _num_tokens(config: Config) -> dict[str, int]:
-    """Source -> tokens of its training split, under "" without sources; {} where one is not there."""
+def _epochs(drawn: float, used: int) -> str:
+    """used: tokens that are read in an epoch."""
+    return f"{drawn / used:,.3g} epochs" if used else "too few for a sequence"
+
+
+def _manifests(config: Config) -> dict[str, ShardManifest]:
+    """Manifests of the shards by source, under "" without sources; {} where one is not there."""
     try:
         ids = config.ids or resolve_ids(config)
         folders = ids.sources or {"": ids.tokens}
@@ -221,7 +229,7 @@ def _num_tokens(config: Config) -> dict[str, int]:
         }
     except (ConfigError, DataError):
         return {}  # `forge tokenize` says why
-    found = {name: one.totals["train"].tokens for name, one in manifests.items() if one}
+    found = {name: one for name, one in manifests.items() if one}
     return found if len(found) == len(folders) else {}
 
 

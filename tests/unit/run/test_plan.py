@@ -15,9 +15,10 @@ from forge.core.errors import ConfigError
 from forge.core.machine import load_machine
 from forge.core.paths import tokens_folder
 from forge.core.process import hostname
-from forge.data.content_ids import resolve_ids
+from forge.data.content_ids import resolve, resolve_ids
 from forge.hosts.placement import WorldLayout, check_layout
 from forge.run.plan import plan
+from forge.run.programs import program_of
 
 SEVEN_B = """
 model: {dim: 4096, layers: 32, heads: 32, ffn_dim: 11008, tie_embeddings: false}
@@ -235,7 +236,8 @@ train: {seq_len: 100, batch_size: 10, max_steps: 6}
     assert "data: not tokenized yet" in planned(capsys, str(path))[1].out
     make(tokens_folder("data", resolve_ids(load_config(path, {})).tokens))
     _, printed = planned(capsys, str(path))
-    assert "data: 3,000 tokens, 2 epochs" in printed.out
+    assert "data: 3,000 tokens, 2.22 epochs" in printed.out  # 27 sequences of 100 are in an epoch
+    assert "never read" not in printed.out
     assert "goal: step 6 = 6,000 tokens, 0.00141 a parameter" in printed.out
 
 
@@ -253,7 +255,27 @@ train: {seq_len: 100, batch_size: 10, max_steps: 12, mix: {web: 3, code: 1}}
     assert "data: not tokenized yet" in planned(capsys, str(path))[1].out
     make(tokens_folder("data", sources["code"]))
     _, printed = planned(capsys, str(path))
-    assert "data: code 3,000 tokens, 1 epochs; web 3,000 tokens, 3 epochs" in printed.out
+    assert "data: code 3,000 tokens, 1.11 epochs; web 3,000 tokens, 3.33 epochs" in printed.out
+
+
+def test_plan_warns_of_tokens_that_no_sequence_has(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("words")
+    path = tmp_path / "config.yaml"
+    path.write_text("""
+tokenize: {inputs: [text.txt]}
+train: {seq_len: 1000, batch_size: 2, max_steps: 5, warmup_steps: 0}
+""")
+    make(tokens_folder("data", resolve_ids(load_config(path, {})).tokens))
+    _, printed = planned(capsys, str(path))
+    assert "data: 3,000 tokens, 5 epochs" in printed.out
+    assert "warning: 1,000 of 3,000 train tokens (33%) are never read" in printed.out
+    assert "1,001 tokens of one shard, and 1 of 3 shards are shorter" in printed.out
+    assert program_of(resolve(load_config(path, {})), WorldLayout(1, 1)).warnings() == [
+        line for line in printed.out.splitlines() if "never read" in line
+    ]
+    _, printed = planned(capsys, str(path), "--train.seq_len=2000")
+    assert "data: 3,000 tokens, too few for a sequence" in printed.out
 
 
 def test_auto_micro_batch_is_the_largest_that_fits_and_divides_the_share(config_file, capsys):
