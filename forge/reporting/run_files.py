@@ -144,8 +144,18 @@ class RunFiles:
         ]
         newest = (self.last(events.Init), self.last(events.Save), *ends[-1:])
         known = [(event.time, event.step) for event in newest if event]
+        known += self._saved
         known += [(line.time, line.step) for line in self.steps[-1:]]
         return max(known)[1] if known else None
+
+    @property
+    def _saved(self) -> list[tuple[float, int]]:
+        """Time of the last save of the newest launch, and its newest step: of two checkpoints of another
+        program that are complete at once, the newer one is sealed first. [] without a save."""
+        begun = self.last(events.Launch, events.Init)
+        since = begun.time if begun else 0.0
+        saves = [e for e in self.log if isinstance(e, events.Save) and e.time >= since]
+        return [(saves[-1].time, max(save.step for save in saves))] if saves else []
 
     @cached_property
     def rate(self) -> float | None:

@@ -480,6 +480,17 @@ def test_a_program_without_the_checkpoint_that_it_ended_with_is_not_validated(ru
     assert found.next == AGAIN.format(run=run.root)
 
 
+def test_step_is_that_of_the_newest_checkpoint_of_two_that_were_sealed_newest_first(run):
+    run.launch(0)
+    run.save(40)
+    run.save(20)
+    assert RunFiles(run.paths).step == 40
+    run.launch(20)
+    assert RunFiles(run.paths).step == 20
+    run.save(30)
+    assert RunFiles(run.paths).step == 30
+
+
 def test_a_checkpoint_that_may_not_be_read_is_unknown(run, monkeypatch):
     train(run, GOAL)
     save(run.paths, GOAL)
