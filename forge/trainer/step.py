@@ -68,7 +68,8 @@ class StepResult:
     """Results of a step, equal on all ranks.
 
     step: counted from 0. loss: mean over ranks. grad_norm: over all parameters, before clipping.
-    trouble: which loss or gradient norm is not finite, or a spike; the update was then left out. flags:
+    trouble: which loss or gradient norm is not finite, or a spike; the update was then left out.
+    is_spike: false where one is not finite. flags:
     those of each rank, by rank.
     """
 
@@ -101,13 +102,15 @@ class LaunchedStep:
             if self._copied:
                 self._copied.synchronize()
         rows = self._table.tolist()
-        spike = self._verdict.read() if self._verdict else ""
+        broken = not_finite([row[:2] for row in rows])
+        # As on the device: infinity is above each limit, but train.on_nonfinite decides about it.
+        spike = "" if broken or self._verdict is None else self._verdict.read()
         return StepResult(
             self._step,
             loss=sum(row[0] for row in rows) / len(rows),
             grad_norm=max(row[1] for row in rows),
             lr=self._lr,
-            trouble=not_finite([row[:2] for row in rows]) or spike,
+            trouble=broken or spike,
             is_spike=bool(spike),
             flags=[row[2:] for row in rows],
         )

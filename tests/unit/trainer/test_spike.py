@@ -9,6 +9,7 @@ from support.manifests import IDS, manifest_of
 from forge.core.config import ResolvedConfig
 from forge.core.train_settings import Train
 from forge.trainer.divergence import SkippedCounts, SpikeRule, ended_by_spike
+from forge.trainer.step import LaunchedStep
 
 CPU = torch.device("cpu")
 SETTINGS = Train(spike="skip", spike_window=8, spike_factor=3)
@@ -73,6 +74,18 @@ def test_only_accepted_steps_enter_the_window():
 def test_numbers_that_are_not_finite_are_no_spike(row):
     """train.on_nonfinite decides about them."""
     assert not rule_after(CALM).judge(torch.tensor([row, [2.0, 1.0]])).is_spike
+
+
+@pytest.mark.parametrize("row", [[2.0, math.inf], [math.inf, 1.0], [9.0, math.inf]])
+def test_step_with_a_number_that_is_not_finite_ends_by_on_nonfinite_whatever_the_rule_allows(row):
+    table = torch.tensor([row, [2.0, 1.0]])
+    result = LaunchedStep(0, 1e-3, table, rule_after(CALM).judge(table)).read()
+    assert "are not finite" in result.trouble and not result.is_spike
+    ends = Train(spike="skip", on_nonfinite="stop")
+    said = SkippedCounts().count(result.trouble, ends, is_spike=result.is_spike)
+    assert said.endswith("were not updated")
+    goes_on = Train(spike="stop", on_nonfinite="skip")
+    assert SkippedCounts().count(result.trouble, goes_on, is_spike=result.is_spike) == ""
 
 
 @pytest.mark.parametrize(("accepted", "is_spike"), [(0, False), (1, False), (3, False), (4, True)])
