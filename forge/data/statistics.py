@@ -84,7 +84,7 @@ class Statistics(Record):
     text: TextCounts | None = None
     """None for files of ids (tokenize.format nanogpt, megatron, dolma)."""
     validation: dict[str, TextBytes] = Field(default_factory=dict)
-    """Of the windows of runs, by their number and train.seq_len (`64x1024`)."""
+    """Of the windows of runs, by their number and train.seq_len (`64x1024`; `64x1024~`: estimated)."""
     equal_files: list[list[str]] = Field(default_factory=list)
     """Groups of different input files with equal content, by name as in the manifest; without empty
     files."""

@@ -19,6 +19,7 @@ from forge.core.paths import STATISTICS, tokenizer_folder, tokens_folder
 from forge.core.records import TextBytes
 from forge.data.encoders import NoFastEncoder
 from forge.data.lost_text import Spelling, keeps_all_text
+from forge.data.plain_text import HIDDEN
 from forge.data.sample_order import spread_evenly
 from forge.data.shards import Bytes, Ids, Shard, ShardSet
 from forge.data.sources import Tokens, open_tokens
@@ -32,7 +33,7 @@ class ByteCounter:
 
     def __init__(self, tokenizer: LoadedTokenizer, spelling: Spelling) -> None:
         self._tokenizer = tokenizer
-        self._spelled = _spelled_bytes(spelling, tokenizer.eos_id)
+        self._spelled = _spelled_bytes(spelling, tokenizer)
         self._keeps_all = keeps_all_text(tokenizer)
 
     def __call__(self, document: str, ids: Ids) -> Bytes:
@@ -66,11 +67,14 @@ def _starts_of_characters(text: NDArray[np.uint8]) -> NDArray[np.int64]:
     return np.maximum.accumulate(np.where(inside, 0, np.arange(len(inside))))
 
 
-def _spelled_bytes(spelling: Spelling, eos_id: int) -> NDArray[np.int64]:
-    """Bytes that each id spells, by the vocabulary alone: shape [vocab_size]."""
+def _spelled_bytes(spelling: Spelling, tokenizer: LoadedTokenizer) -> NDArray[np.int64]:
+    """Bytes of text that each id spells, by the vocabulary alone: shape [vocab_size]. Special tokens,
+    which no text becomes (`for_plain_text`), spell none."""
     spelled = zip(spelling.characters, spelling.bytes, strict=True)
     sizes = np.array([len(text.encode()) + len(rest) for text, rest in spelled], np.int64)
-    sizes[eos_id] = 0
+    added = tokenizer.text_parts["added_tokens"]
+    sizes[[token["id"] for token in added if HIDDEN in token["content"]]] = 0
+    sizes[tokenizer.eos_id] = 0
     return sizes
 
 
@@ -91,16 +95,19 @@ def by_source(tokens: Tokens, data: str, seq_len: int, count: int) -> dict[str, 
     """Targets and bytes, by source, of the windows that `loader.eval_batches` takes for this `count`.
 
     They are kept in statistics.json of each source. Without `.bytes` files, as for files of ids, bytes
-    are estimated by the vocabulary. data: the directory of tokenizers and tokens. Raises DataError.
+    are estimated by the vocabulary; the key of estimates ends with ~, since those of earlier versions
+    counted the names of special tokens. data: the directory of tokenizers and tokens. Raises DataError.
     """
     return {name: _kept(one, data, seq_len, count) for name, one in tokens.by_source.items()}
 
 
 def _kept(shards: ShardSet, data: str, seq_len: int, count: int) -> TextBytes:
     statistics, key = read_statistics(shards.folder) or Statistics(), f"{count}x{seq_len}"
-    if found := statistics.validation.get(key):
+    before, estimate = statistics.validation.get(key), statistics.validation.get(f"{key}~")
+    if found := before if before and not before.estimated else estimate:
         return found
     found = _measured(shards, data, seq_len, count)
+    key += "~" * found.estimated
     kept = {"validation": statistics.validation | {key: found}}
     with suppress(ForgeError):  # a directory that is only read
         statistics.model_copy(update=kept).write(shards.folder / STATISTICS)
@@ -111,7 +118,7 @@ def _measured(shards: ShardSet, data: str, seq_len: int, count: int) -> TextByte
     estimated = not all(map(_has_bytes, shards.val))
     if estimated:
         tokenizer = load_tokenizer(tokenizer_folder(data, shards.manifest.tokenizer_id))
-        spelled = _spelled_bytes(Spelling(tokenizer), tokenizer.eos_id)
+        spelled = _spelled_bytes(Spelling(tokenizer), tokenizer)
     windows = WindowIndex(shards.val, seq_len, split="val")
     chosen = spread_evenly(windows.num_samples, count)
     total, num_targets = 0, len(chosen) * seq_len

@@ -304,6 +304,40 @@ def test_tokens_without_these_files_are_estimated_and_what_was_measured_is_kept(
     estimated = measured(config, count=1000)
     assert estimated.estimated
     assert estimated.bytes == pytest.approx(exact.bytes, rel=0.02)
+    # Estimates of earlier versions, which counted the names of special tokens, are made again.
+    statistics = read_statistics(folder)
+    assert statistics.validation == {f"1000x{SEQ_LEN}~": estimated}
+    before = estimated.model_copy(update={"bytes": 10 * estimated.bytes})
+    statistics.model_copy(update={"validation": {f"1000x{SEQ_LEN}": before}}).write(
+        folder / STATISTICS
+    )
+    assert measured(config, count=1000) == estimated
+
+
+def test_special_tokens_in_files_of_ids_are_no_text(tmp_path: Path) -> None:
+    """As of a tokenizer that begins each document with a token, whose name is in no text."""
+    tokenizer = bpe()
+    tokenizer.add_special_tokens(["<|begin_of_text|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    begin, end = map(tokenizer.token_to_id, ("<|begin_of_text|>", EOS))
+    ids = [[begin, *tokenizer.encode(text).ids, end] for text in DOCUMENTS]
+    np.concatenate(ids).astype("<u2").tofile(tmp_path / "train.bin")
+    path = {"source": "path", "path": str(tmp_path / "tokenizer.json"), "eos_token": EOS}
+    inputs = {"format": "nanogpt", "inputs": [str(tmp_path / "train.bin")], "val_fraction": 0.4}
+    config = content_ids.resolve(
+        Config(data=str(tmp_path / "data"), tokenizer=path, tokenize=inputs)
+    )
+    build_tokenizer(config)
+    tokenize(config, workers=1)
+    found = measured(config, count=1000)
+    targets = [
+        number
+        for ids, first in windows(config, SEQ_LEN, 1000)
+        for number in ids[first : first + SEQ_LEN].tolist()
+    ]
+    assert begin in targets and end in targets and found.targets == len(targets)
+    spelled = (tokenizer.id_to_token(number) for number in targets if number not in (begin, end))
+    assert found.bytes == sum(map(len, spelled)), "a character of the vocabulary is a byte"
 
 
 def test_more_shards_than_files_may_be_open_are_measured(tmp_path: Path) -> None:
