@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,10 +106,12 @@ class TokenDocuments:
             return next(
                 (o for o in self.origins(part)[0] if o.text == text), Origin(one_of=of_part)
             )
+        # In the order of the manifest: by name, shard 1000 of a part would come before shard 200.
+        before = takewhile(
+            lambda entry: entry.file != shard.path.name, self.shards.manifest.splits["train"]
+        )
         earlier = [
-            entry.documents
-            for entry in self.shards.manifest.splits["train"]
-            if _part(self.shards.folder / entry.file) == part and entry.file < shard.path.name
+            entry.documents for entry in before if _part(self.shards.folder / entry.file) == part
         ]
         found, num_files = self.origins(part)
         place = sum(earlier) + span.number
