@@ -37,6 +37,8 @@ from forge.hosts.lock import lock
 
 FORMAT = 1
 MANIFEST = "forge.json"
+# Keys of the lineage of another program's checkpoint that its export has.
+PUBLISHED = {"run", "config_digest", "world_size", "code"}
 
 
 def is_exported(target: Path, identity: dict[str, Any]) -> bool:
@@ -161,7 +163,8 @@ def export_sealed(
         with atomic_directory(target) as draft:
             with not_pruned(checkpoint):
                 _copy(checkpoint, names, draft)
-            lineage = checkpoint.manifest.lineage.model_dump(mode="json")
+            # An export is published: the command, paths and variables stay in the seal.
+            lineage = checkpoint.manifest.lineage.model_dump(mode="json", include=PUBLISHED)
             write_json(
                 draft / MANIFEST, {**facts, "step": checkpoint.step, **lineage, "files": files}
             )

@@ -9,11 +9,13 @@ from test_sealed import MADE_BY, write
 
 from forge.checkpoint.directory import remove
 from forge.checkpoint.export_folder import export_sealed, record_export
+from forge.checkpoint.manifest import Artifact
 from forge.checkpoint.sealed import ProgramCheckpoints
 from forge.core.config import Config, checked
 from forge.core.errors import ConfigError, DataError
 from forge.core.files import read_json
 from forge.core.paths import RunPaths
+from forge.core.records import ContainerImage, LaunchEnvironment
 
 
 def config_of(tmp_path, patterns):
@@ -46,11 +48,28 @@ def test_named_files_are_copied_once_with_lineage_and_record(paths, tmp_path, ca
     assert sorted(p.name for p in folder.rglob("*")) == ["deep", "forge.json", "weights.bin"]
     facts = read_json(folder / "forge.json")
     assert (facts["step"], list(facts["files"])) == (9, ["deep/weights.bin"])
-    assert facts["command"] == MADE_BY.command
+    assert facts["run"] == MADE_BY.run and facts["config_digest"] == MADE_BY.config_digest
     record_export(folder)
     assert read_json(paths.exported)["folder"] == "export/checkpoint-9"
     assert export(config) == folder
     assert "nothing to do" in capsys.readouterr().err
+
+
+def test_export_has_no_command_path_or_variable_of_the_program(tmp_path):
+    config = config_of(tmp_path, ["*"])
+    checkpoints = ProgramCheckpoints(RunPaths.of(config), config.program.checkpoints, 1)
+    image = ContainerImage(engine="podman", version="4", image="/home/alice/x.sif", digest="")
+    environment = LaunchEnvironment(variables=["TOKEN_FILE"], container=image)
+    private = {
+        "command": ["/home/alice/python", "/home/alice/train.py"],
+        "source": Artifact(id="/home/alice", digest="d" * 64),
+        "environment": environment,
+    }
+    folder = write(checkpoints, 9)
+    checkpoints.seal(folder, 9, MADE_BY.model_copy(update=private))
+    facts = (export(config) / "forge.json").read_text()
+    assert "/home" not in facts and "TOKEN_FILE" not in facts
+    assert "/home/alice/train.py" in checkpoints.seal_of(folder).read_text()
 
 
 def test_pattern_without_files_is_named_with_what_there_is(paths, tmp_path):
