@@ -10,7 +10,7 @@ from typing import Generic, Protocol, TypeVar
 
 from forge.checkpoint.manifest import Manifest, Seal
 from forge.core import failpoints
-from forge.core.errors import DataError
+from forge.core.errors import DataError, UnfitError
 from forge.core.file_list import FileList
 from forge.core.files import disk_trouble
 from forge.core.paths import RunPaths
@@ -65,16 +65,23 @@ class Pruned(DataError):
 def not_pruned(checkpoint: SavedCheckpoint) -> Iterator[None]:
     """Raise Pruned where the run, which is training, prunes the checkpoint while it is read. A program
     may do so file by file, and its directory is left for as long as that takes."""
+    with not_removed(checkpoint.folder):
+        yield
+
+
+@contextmanager
+def not_removed(folder: Path) -> Iterator[None]:
+    """Raise Pruned as `not_pruned` does, for the directory of a checkpoint."""
     try:
         yield
-    except (DataError, FileNotFoundError) as err:
+    except (DataError, UnfitError, FileNotFoundError) as err:
         is_gone = isinstance(err, FileNotFoundError) and Path(str(err.filename)).is_relative_to(
-            checkpoint.folder
+            folder
         )
-        if checkpoint.folder.exists() and not is_gone:
+        if folder.exists() and not is_gone:
             raise
         raise Pruned(
-            f"{checkpoint.folder} was removed while it was read",
+            f"{folder} was removed while it was read",
             cause="the run is training and keeps only its newest checkpoints",
             fix="rerun the command, or raise train.keep_last (program.keep_last)",
         ) from None

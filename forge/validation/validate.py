@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISREG
 
-from forge.checkpoint.checkpoints import RunCheckpoints
+from forge.checkpoint.checkpoints import RunCheckpoints, not_removed
 from forge.core import events
 from forge.core.errors import ConfigError, DataError, OtherFormat, UnfitError
 from forge.core.files import disk_trouble
@@ -26,15 +26,21 @@ from forge.validation.replay import NOT_DONE, NOT_RECORDED
 def validate(run: SavedRun) -> None:
     """Validate a run's latest checkpoint, or any one that the user has named.
 
-    Of the run of a config writes validation.json, valid or not, and validated.json for a valid one; else
-    nothing. Raises DataError with the reasons for an invalid one, and as `SavedRun.checks_of_last`.
+    Of the run of a config writes validation.json, valid or not, and validated.json for a valid one, which
+    an invalid one removes; else nothing. Raises DataError with the reasons for an invalid one, Pruned for
+    one that training has removed meanwhile, and as `SavedRun.checks_of_last`.
     """
     started, paths = time.time(), run.paths
     with lock(paths.root, "validate") if run.is_of_config else nullcontext():
         place, checks = run.checks_of_last()
-        checks.run_all()
+        with not_removed(place):
+            checks.run_all()
+            place.stat()  # what was missing would else be a failed check
         result = checks.result()
         if run.is_of_config:
+            if result.reasons:  # so that the workflow validates again
+                with disk_trouble(paths.validated):
+                    paths.validated.unlink(missing_ok=True)
             result.write(paths.validation)
             seconds = round(time.time() - started, 3)
             event = events.Validate(seconds=seconds, status=result.status, step=result.step)

@@ -146,6 +146,31 @@ def test_checkpoint_that_training_prunes_meanwhile_is_not_called_invalid(run, ho
     assert table(capsys.readouterr().out)["195"].endswith("gone")
 
 
+@pytest.mark.parametrize("point", ["load.verify", "load.read"])
+def test_checkpoint_that_is_pruned_while_it_is_validated_is_said_to_be_removed(run, hook, point):
+    folder = run.paths.checkpoints / BEFORE
+
+    def prune(name, path):
+        if name == point and path.name == BEFORE:
+            shutil.rmtree(path)
+
+    hook(prune)
+    outcome = forge("validate", str(folder), "--validate.depth=load", run.data)
+    assert outcome.code == 65, outcome.text
+    assert f"{folder} was removed while it was read" in outcome.text
+    assert "invalid" not in outcome.text and "bug" not in outcome.text
+
+
+def test_verdict_of_a_corrupt_checkpoint_takes_the_one_before_so_that_the_workflow_validates_again(
+    run,
+):
+    damage(run.paths.checkpoints / LAST)
+    outcome = run.forge("validate", "--validate.depth=digests")
+    assert outcome.code == 65, outcome.text
+    assert read_json(run.paths.validation)["status"] == "invalid"
+    assert not run.paths.validated.exists()
+
+
 # --- recorded losses ------------------------------------------------------------------------------
 
 

@@ -50,11 +50,15 @@ def merge(
     newest = checkpoints[-1]
     target = run.merged / newest.folder.name
     weighted = [*zip(checkpoints, weights, strict=True)]
-    parents = [MergedParent(step=c.step, digest=c.digest, weight=weight) for c, weight in weighted]
     directory.refuse_link(run.merged)
     with disk_trouble(run.merged):
         run.merged.mkdir(exist_ok=True)
     with lock(run.merged, "merge"), ExitStack() as stack:
+        for checkpoint in checkpoints:
+            stack.enter_context(not_pruned(checkpoint))
+        parents = [
+            MergedParent(step=c.step, digest=c.digest, weight=weight) for c, weight in weighted
+        ]
         if target.exists():
             made = _done(target, form, parents)
             say(f"{made} is in {target}: nothing to do")
@@ -62,7 +66,6 @@ def merge(
             return target
         _say_what_is_merged(run, weighted, form)
         for checkpoint in checkpoints:
-            stack.enter_context(not_pruned(checkpoint))
             _refuse_corrupt(checkpoint)
         tokens = Data(newest.config({"data": data}))
         alone = _measure(newest, tokens, data).measured
