@@ -34,13 +34,16 @@ def add_exports(subcommands: Subcommands) -> None:
 def _export(options: argparse.Namespace) -> None:
     from forge.checkpoint.export_folder import record_export
     from forge.reporting.find_runs import find_runs
+    from forge.reporting.trusted import run_of
 
     steps = hooks.export_steps(options)  # refused before anything is written
     (run,) = find_runs([options.run])
     saved = saved_run(options, run, writes=not options.to)
     is_new = bool(options.to) and not options.to.exists()
     folder = saved.export(options.to, options.dtype)
-    if not options.to:
+    own = run_of(run)
+    # The record is of the newest checkpoint, by which the target `export` is made.
+    if not options.to and (own is run or run.root.resolve() == own.latest.resolve()):
         record_export(folder)
     for step in steps:
         step(folder, saved, None if is_new else options.dtype)

@@ -347,7 +347,7 @@ class Trained(Record):
 
 
 class Exported(Record):
-    """exported.json: the last export of a run to its default directory."""
+    """exported.json: the last export of a run's newest checkpoint to its default directory."""
 
     step: int
     folder: RelativePath

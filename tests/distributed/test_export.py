@@ -226,6 +226,18 @@ def test_named_checkpoint_is_exported_beside_the_newest(own):
     assert steps == [6, 12]
 
 
+def test_record_of_the_export_stays_that_of_the_newest_checkpoint(own):
+    assert forge("export", str(own.folder), own.data).code == 0
+    of_newest = read_json(own.paths.exported)
+    assert of_newest["step"] == 12
+    older, newest = directory.committed(own.paths.checkpoints)
+    assert forge("export", str(older), own.data).code == 0
+    assert read_json(own.paths.exported) == of_newest
+    own.paths.exported.unlink()
+    assert forge("export", str(newest), own.data).code == 0
+    assert read_json(own.paths.exported) == of_newest
+
+
 def test_checkpoint_copied_out_of_its_run_needs_a_place_to_go(tied, tmp_path):
     alone = tmp_path / "alone"
     shutil.copytree(latest(tied).folder, alone)
