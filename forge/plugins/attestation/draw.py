@@ -31,6 +31,12 @@ SLOWER = 2  # than the run was: an interval that took half of --minutes there ha
 NOT_YET = "the command ended before"  # of an interval whose turn did not come
 
 
+def recipe_of(request: ReproduceOptions, statement: bytes) -> Recipe[Any]:
+    """The recipe of the run of a statement. Raises VerificationError, and as `ProgramRecipe.of`."""
+    links = verify.check_chain(verify.read_statement(statement))
+    return ProgramRecipe.of(request, links) if "program" in links else TrainerRecipe(links)
+
+
 @dataclass
 class Draw:
     """The intervals that were drawn, and what is known of them until now."""
@@ -50,12 +56,9 @@ class Draw:
     trouble: ForgeError | None = None  # the first
 
     @classmethod
-    def of(cls, request: ReproduceOptions, statement: bytes, key: Any) -> Draw:
-        """Raises VerificationError, and DataError where nothing can be retrained."""
-        links = verify.check_chain(verify.read_statement(statement))
-        recipe: Recipe[Any] = (
-            ProgramRecipe.of(request, links) if "program" in links else TrainerRecipe(links)
-        )
+    def of(cls, request: ReproduceOptions, statement: bytes, key: Any, recipe: Recipe[Any]) -> Draw:
+        """Raises DataError where nothing can be retrained. recipe: of the statement."""
+        links = recipe.links
         # A checkpoint that is named is tried in the time that there is.
         most_sec = math.inf if request.checkpoint else 60 * request.minutes / SLOWER
         runs = [recipe.checkpoints(run) for run in _runs(request)]

@@ -25,7 +25,7 @@ from forge.core.records import Exported
 from forge.core.scratch import scratch_directory
 from forge.core.terminal import say, show
 from forge.plugins.attestation.certificate import envelope_path
-from forge.plugins.attestation.draw import Draw
+from forge.plugins.attestation.draw import Draw, recipe_of
 from forge.plugins.attestation.judgement import code_differences
 from forge.plugins.attestation.places import REPRODUCED
 from forge.plugins.attestation.records import Reproduced
@@ -63,9 +63,6 @@ def retrained(request: ReproduceOptions) -> Draw:
     """Retrain and write as `reproduce` does, but return the draw also where the result is bad."""
     check(request)
     key = _signing_key(request)
-    if request.run:
-        with disk_trouble(request.run.root / REPRODUCED):
-            (request.run.root / REPRODUCED).unlink(missing_ok=True)
     try:
         # Read once: another statement may be put in its place while files are verified.
         statement = verify.read_bytes(request.folder / verify.STATEMENT)
@@ -77,11 +74,15 @@ def retrained(request: ReproduceOptions) -> Draw:
                 "it is a merge of checkpoints, which is not retrained: `forge verify --checkpoints RUN`"
                 " computes it again, and exports of its checkpoints can be reproduced"
             )
+        recipe = recipe_of(request, statement)
+        if request.run:  # nothing is refused any more
+            with disk_trouble(request.run.root / REPRODUCED):
+                (request.run.root / REPRODUCED).unlink(missing_ok=True)
         with (
             stopped_by_sigterm(),
             scratch_directory("reproduce") as scratch,
         ):
-            draw = Draw.of(request, statement, key)
+            draw = Draw.of(request, statement, key, recipe)
             _retrain(draw, scratch)
             _certify(draw)
     except VerificationError as err:

@@ -165,6 +165,10 @@ def test_run_that_is_named_gives_its_last_export_its_checkpoints_and_a_record(
     done = forge(*named, f"--certificate={run.folder / record.file}")
     assert done.code == 0, done.text
 
+    refused = forge("reproduce", "results/honest", f"--digest={'0' * 64}")
+    assert refused.code == 65
+    assert Reproduced.read(run.folder / REPRODUCED) == record, "nothing was retrained"
+
     shutil.rmtree(run.paths.checkpoints)
     assert forge("reproduce", "results/honest").code == 65
     assert not (run.folder / REPRODUCED).exists()
