@@ -71,7 +71,19 @@ class ProgramRecipe:
                 cause="a program reads its inputs where its config names them",
                 fix="leave it out",
             )
-        recipe = cls(links, _program_of_user(request, links), Path.cwd())
+        here = Path.cwd()
+        # Python takes modules of the directory in which the program runs first.
+        if (
+            request.code
+            and (here / "forge/__init__.py").is_file()
+            and not here.samefile(request.code)
+        ):
+            raise ConfigError(
+                f"--code={request.code} has no effect here: the program runs in {here}, which has a"
+                " forge/ of its own",
+                fix="give the command in that checkout, or leave --code out",
+            )
+        recipe = cls(links, _program_of_user(request, links), here)
         recipe.refuse_other_program()
         return recipe
 

@@ -19,6 +19,7 @@ from support.counting_program import (
 )
 from support.live_run import forge, wait_until
 
+import forge as forge_package
 from forge.attestation.verify import VerificationError, verify
 from forge.checkpoint.manifest import Seal
 from forge.checkpoint.sealed import ProgramCheckpoints
@@ -118,6 +119,17 @@ def test_program_whose_files_were_edited_is_not_run(exported, tmp_path):
     done = reproduced(run)
     assert done.code == Exit.CONFIG, done.text
     assert "program.source of the statement is" in done.text
+
+
+def test_checkout_whose_code_would_not_train_is_refused(exported, tmp_path):
+    """Beside a `forge/` in the directory of the program, Python would take that one."""
+    run, _ = exported
+    (tmp_path / "forge").mkdir()
+    (tmp_path / "forge/__init__.py").touch()
+    checkout = Path(forge_package.__file__).parents[1]
+    refused = reproduced(run, f"--code={checkout}")
+    assert refused.code == 78 and f"--code={checkout} has no effect here" in refused.text
+    assert not Path("model.certificate.json").exists()
 
 
 def test_program_is_not_run_without_a_config_of_the_user_or_his_word(exported):
