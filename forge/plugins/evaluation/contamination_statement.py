@@ -283,7 +283,8 @@ def verify_statement(path: Path, texts: str, loaded: Mapping[str, Any]) -> None:
         print(f"  ok    scores: {len(made.scores)} without contaminated items, by {values.name}")
     else:
         print(f"  note  scores: NOT verified, since there is no {values.name} beside it")
-    print(f"checkpoint {stated.evaluated.checkpoint_digest:.64}: statement {stated.sha256}")
+    digest = verify.printable(stated.evaluated.checkpoint_digest[:64])
+    print(f"checkpoint {digest}: statement {stated.sha256}")
 
 
 def _made_again(

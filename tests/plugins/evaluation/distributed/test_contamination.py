@@ -326,6 +326,12 @@ def test_edited_statement_or_value_is_named(theirs):
         assert edited.code == 65 and f"contamination.json: {key} " in edited.text, edited.text
 
     statement.write_bytes(original)
+    restated(
+        statement, lambda made: made["evaluated"].update(checkpoint_digest="\x1b[1A\r\x1b[2K  ok  ")
+    )
+    assert "\x1b" not in command().text
+
+    statement.write_bytes(original)
     path = statement.with_name("step-00000012.items.json")
     values = read_json(path)
     values["tasks"]["keeper"]["metrics"]["acc"][0] = 0.5
