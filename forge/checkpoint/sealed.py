@@ -198,6 +198,7 @@ class ProgramCheckpoints:
         if self.settings is None:
             return None
         known = {checkpoint.folder: checkpoint for checkpoint in self.sealed()}
+        self._remove_lone_seals()
         for path in reversed(self.there().values()):
             checkpoint, reasons = known.get(path), ["its seal cannot be read"]
             if checkpoint:
@@ -208,12 +209,15 @@ class ProgramCheckpoints:
                 self._point_latest(path)
                 return checkpoint
             self.quarantine(path, reasons)
-        with disk_trouble(self.paths.latest):
-            self.paths.latest.unlink(missing_ok=True)
+        if self.paths.latest.is_symlink():
+            with disk_trouble(self.paths.latest):
+                self.paths.latest.unlink(missing_ok=True)
         return None
 
     def _point_latest(self, path: Path) -> None:
         link = self.paths.latest
+        if os.path.lexists(link) and not link.is_symlink():
+            return  # the program's own, as the file in which DeepSpeed has the name of its newest one
         if not link.is_symlink() or link.readlink() != Path(path.name):
             directory.point_latest(self.paths, path)
 
@@ -242,9 +246,14 @@ class ProgramCheckpoints:
         """Remove all but the newest `keep_last` sealed checkpoints, and seals without a checkpoint."""
         for checkpoint in self.sealed()[keep_last:] if keep_last else []:
             directory.remove(checkpoint.folder)
-        for seal in self.paths.checkpoints.glob(f"*{SEAL}"):
-            if not os.path.lexists(str(seal).removesuffix(SEAL)):
-                seal.unlink(missing_ok=True)
+        self._remove_lone_seals()
+
+    def _remove_lone_seals(self) -> None:
+        """Remove seals of checkpoints that are gone: the next one of that name would not be sealed."""
+        with disk_trouble(self.paths.checkpoints):
+            for seal in self.paths.checkpoints.glob(f"*{SEAL}"):
+                if not os.path.lexists(str(seal).removesuffix(SEAL)):
+                    seal.unlink(missing_ok=True)
 
 
 def signature(path: Path) -> Signature:

@@ -99,6 +99,29 @@ def test_link_that_the_program_moves_to_its_newest_checkpoint_counts_for_nothing
     assert checkpoints.paths.latest.readlink().name == "checkpoint-5"
 
 
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_latest_of_the_program_that_is_no_link_stays(checkpoints, kind):
+    """DeepSpeed writes the name of its newest checkpoint into a file `latest` of the same directory."""
+    latest = checkpoints.paths.latest
+    latest.parent.mkdir(parents=True)
+    latest.write_text("checkpoint-5") if kind == "file" else latest.mkdir()
+    sealed(checkpoints, 5, 9)
+    write(checkpoints, 12)
+    assert checkpoints.repaired_latest().step == 9
+    for step in (5, 9):
+        shutil.rmtree(checkpoints.paths.checkpoints / f"checkpoint-{step}")
+    assert checkpoints.repaired_latest() is None
+    assert latest.read_text() == "checkpoint-5" if kind == "file" else latest.is_dir()
+
+
+def test_seal_of_a_checkpoint_that_was_moved_away_is_not_that_of_the_next_of_its_name(checkpoints):
+    older, newer = sealed(checkpoints, 5, 9)
+    newer.rename(checkpoints.paths.root / "elsewhere")
+    assert checkpoints.repaired_latest().folder == older
+    write(checkpoints, 9, ["half.bin"])
+    assert checkpoints.latest().step == 5
+
+
 def test_edited_seal_is_noticed(checkpoints):
     folder = sealed(checkpoints, 5)[0]
     path = checkpoints.seal_of(folder)
