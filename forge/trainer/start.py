@@ -12,11 +12,19 @@ import torch
 
 from forge.checkpoint import compatibility, parent, resume, storage
 from forge.checkpoint.directory import Checkpoint
-from forge.checkpoint.manifest import Artifact, Lineage, Manifest, ReferenceLosses, SkippedSteps
+from forge.checkpoint.manifest import (
+    Artifact,
+    Hardware,
+    Lineage,
+    Manifest,
+    ReferenceLosses,
+    SkippedSteps,
+)
 from forge.core import failpoints
 from forge.core.config import ResolvedConfig
 from forge.core.files import digest_file
 from forge.core.paths import TOKENIZER, RunPaths, tokenizer_folder
+from forge.core.provenance import cpu_name
 from forge.core.terminal import say
 from forge.data.sources import Tokens, digests_by_source
 from forge.hosts.network import cores_of_rank
@@ -103,7 +111,9 @@ def start_of_run(
     )
     checkpoint = own or resume.verified_parent(config, world)
     lineage = _lineage(config, world, tokens, own, checkpoint)
-    lineage = lineage.model_copy(update={"environment": task.environment})
+    lineage = lineage.model_copy(
+        update={"environment": task.environment, "hardware": _hardware(lineage, world)}
+    )
     if checkpoint:
         digests = lineage.data_digests
         same_data = functools.partial(compatibility.check_same_data, checkpoint, digests)
@@ -128,6 +138,18 @@ def start_of_run(
                 )
     _tell_threads(world, own, spec)
     return start
+
+
+def _hardware(lineage: Lineage, world: World) -> Hardware:
+    """The hardware of the lineage; where ranks add in different orders, with the processors of all, so
+    that no host passes for one that computes as all of them did. All ranks call it."""
+    if world.device.type != "cpu":
+        return lineage.hardware
+    own = f"{cpu_name()}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    kinds = sorted({*world.gather_objects(own, str, "comparison of processors")})
+    if len(kinds) == 1:
+        return lineage.hardware
+    return lineage.hardware.model_copy(update={"cpu": "; ".join(kinds)})
 
 
 def _tell_threads(world: World, own: Checkpoint | None, spec: LaunchSpec) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from support.live_run import Run
+from support.live_run import TWO_RANKS, Run
 from support.processes import Outcome
+from support.repository import REPOSITORY
 
+from forge.checkpoint.resume import latest
 from forge.hosts.network import available_cores
 
 pytestmark = [
@@ -62,3 +65,20 @@ def test_resume_on_fewer_cores_says_that_bits_may_differ(runs: Callable[..., Run
     text = train(run, GOAL, cores=1).text
     assert "warning: threads a rank: 1, the checkpoint was made with 2" in text
     assert threads_of(run) == [2, 1]
+
+
+def test_ranks_on_other_processors_leave_a_checkpoint_that_is_valid(
+    runs: Callable[..., Run], tmp_path: Path
+) -> None:
+    """As on nodes of two kinds: equal bits are asked for on no host."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os\nif os.environ.get('RANK') == '1':\n"
+        "    os.environ['ATEN_CPU_CAPABILITY'] = 'default'\n"
+    )
+    run = runs("mixed", *GPT2, *TWO_RANKS, "--train.max_steps=4", "--train.checkpoint_every=4")
+    ended = run.start("train", PYTHONPATH=f"{tmp_path}:{REPOSITORY}").end()
+    assert ended.code == 0, ended.text
+    cpu = latest(run.paths).manifest.lineage.hardware.cpu
+    assert "DEFAULT" in cpu and cpu.count(" threads") == 2, cpu
+    checked = run.launch(["validate", str(run.folder), run.data]).end()
+    assert checked.code == 0, checked.text
