@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from forge.core import events
 from forge.core.errors import ForgeError
@@ -108,21 +108,25 @@ def requeue(
     ended = _catch_signals()
     if refusal := slurm.requeue(job.id, now.restarts):
         return False, f"job {job.id} was not requeued: {refusal}"
-    _keep_off(exclude.read(paths.bad_nodes), now)
+    of_user = {name for names in machine.slurm.exclude for name in slurm.expand(names)}
+    again = exclude.tried_again(paths.bad_nodes) - of_user
+    _keep_off(exclude.read(paths.bad_nodes), again, now)
     say(f"job {job.id} is requeued and will resume from step {step}")
     _wait_for_the_end(ended)
     return True, ""
 
 
-def _keep_off(unhealthy: Sequence[str], job: slurm.Job) -> None:
+def _keep_off(unhealthy: Sequence[str], again: Set[str], job: slurm.Job) -> None:
     """Let the requeued job start on other nodes: Slurm takes a node with a broken GPU for healthy, and
-    changes the nodes of a job only while it is pending."""
-    if not unhealthy:
+    changes the nodes of a job only while it is pending. again: nodes that it no longer excludes; with all
+    that it ever did, too few might be left."""
+    names = sorted({*job.excluded} - again | {*unhealthy})
+    if names == sorted(job.excluded):
         return
-    names = sorted({*job.excluded, *unhealthy})
     # Slurm is ending the job, and may end the first command with it.
     if slurm.exclude(job.id, names) and (refusal := slurm.exclude(job.id, names)):
-        say(f"warning: job {job.id} may get {', '.join(unhealthy)} again: {refusal}")
+        may = f"may get {', '.join(unhealthy)} again" if unhealthy else "excludes the same nodes"
+        say(f"warning: job {job.id} {may}: {refusal}")
 
 
 def _guard(paths: RunPaths, now: slurm.Job, machine: Machine, *, sent_back: bool) -> str:

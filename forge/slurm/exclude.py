@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,6 +15,8 @@ from forge.slurm.partitions import read_partitions
 
 # By then a node is repaired, or drained by those who look after it. If it is neither, it is found again.
 KEEP_SEC = 24 * 3600.0
+# Begins a comment with the nodes of `tried_again`.
+_AGAIN = "# tried again: "
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,20 @@ def read(path: Path) -> list[str]:
     return [node.name for node in entries(path)]
 
 
+def tried_again(path: Path) -> set[str]:
+    """Nodes that Forge has excluded and does not any more, after a day or since too few were left. A job
+    that is requeued still has them among the nodes that it excludes."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    dropped = {
+        name
+        for line in lines
+        if line.startswith(_AGAIN)
+        for name in line.removeprefix(_AGAIN).split()
+    }
+    over = {node.name for node in map(BadNode.parse, lines) if node.name and node.is_over}
+    return (dropped | over) - set(read(path))
+
+
 def add(path: Path, reasons: Mapping[str, str], job: slurm.Job) -> None:
     """Exclude nodes, with their reasons, from the run's next jobs. None where the job has ended or was
     requeued, suspended or preempted meanwhile: what then fails on a node says nothing about it.
@@ -73,9 +89,14 @@ def add(path: Path, reasons: Mapping[str, str], job: slurm.Job) -> None:
     now = datetime.now().replace(microsecond=0)
     new = [BadNode(name, " ".join(reasons[name].split()), now) for name in sorted(reasons)]
     nodes = [*(node for node in entries(path) if node.name not in reasons), *new]
-    dropped = _too_many(nodes, job)
+    again = tried_again(path)
+    dropped = _too_many(nodes, job, again)
+    kept_nodes = [node for node in nodes if node not in dropped]
+    again = (again | {node.name for node in dropped}) - {node.name for node in kept_nodes}
     with atomic_open(path, "w") as file:
-        file.writelines(f"{node}\n" for node in nodes if node not in dropped)
+        file.writelines(f"{node}\n" for node in kept_nodes)
+        if again:
+            file.write(f"{_AGAIN}{' '.join(sorted(again))}\n")
     if kept := ", ".join(node.name for node in new if node not in dropped):
         say(f"{kept}: excluded for {KEEP_SEC / 3600:g} hours, see {path}")
     if dropped:
@@ -83,8 +104,9 @@ def add(path: Path, reasons: Mapping[str, str], job: slurm.Job) -> None:
         say(f"{names}: not excluded, since partition {job.partition} would have too few nodes left")
 
 
-def _too_many(nodes: Sequence[BadNode], job: slurm.Job) -> list[BadNode]:
-    """Excluded nodes that the partition of the job cannot spare. [] where Slurm does not answer."""
+def _too_many(nodes: Sequence[BadNode], job: slurm.Job, again: Set[str]) -> list[BadNode]:
+    """Excluded nodes that the partition of the job cannot spare. [] where Slurm does not answer. again:
+    those of `tried_again`, which the job may exclude until it is requeued."""
     try:
         partition = read_partitions().get(job.partition)
     except (slurm.SlurmSilent, slurm.Refused):
@@ -92,7 +114,7 @@ def _too_many(nodes: Sequence[BadNode], job: slurm.Job) -> list[BadNode]:
     if partition is None:
         return []
     cores = max((count for _, count in job.cpus), default=1)
-    of_user = set(job.excluded) - {node.name for node in nodes}
+    of_user = set(job.excluded) - {node.name for node in nodes} - again
     fitting = {
         node.name
         for node in partition.nodes

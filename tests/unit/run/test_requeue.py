@@ -181,3 +181,16 @@ def test_requeued_job_keeps_off_unhealthy_nodes_and_those_it_excluded_before(
     assert ask(tmp_path, "peer lost") == ""
     assert set(map(str, asked)) == {"('42', ['n2', 'n9'])"}
     assert "job 42 may get n2 again: not allowed" in capsys.readouterr().err
+
+
+def test_requeued_job_takes_again_the_nodes_that_forge_no_longer_excludes(
+    tmp_path, slurm_says, monkeypatch, capsys
+):
+    slurm_says(replace(JOB, excluded=("n1", "n3", "n5", "n9")))
+    RunPaths(tmp_path).bad_nodes.write_text(
+        "n2   # GPU fault\nn3   # 2020-01-01T00:00:00 GPU fault\n# tried again: n1 n5\n"
+    )
+    asked = []
+    monkeypatch.setattr(slurm, "exclude", lambda *call: asked.append(call) or "")
+    assert ask(tmp_path, "peer lost", **{"slurm.exclude": ["n[5-6]"]}) == ""
+    assert asked == [("42", ["n2", "n5", "n9"])]

@@ -106,6 +106,21 @@ def test_partition_keeps_enough_nodes_for_the_job(path, partition, capsys):
     assert "n4: not excluded, since partition main would have too few" in capsys.readouterr().err
 
 
+def test_nodes_that_are_tried_again_are_told_apart_from_those_of_the_user(path, partition, capsys):
+    """A requeued job excludes what it ever did: with all of these, it would wait for good."""
+    partition(3)
+    exclude.add(path, {"n1": "down"}, JOB)
+    assert (exclude.read(path), exclude.tried_again(path)) == (["n1"], set())
+    path.write_text(path.read_text().replace(str(datetime.now().year), "2999"))
+    exclude.add(path, {"n2": "down"}, replace(JOB, excluded=("n9", "n1")))
+    assert exclude.read(path) == ["n1"] and exclude.tried_again(path) == {"n2"}
+    path.write_text(path.read_text().replace("2999", "2020"))
+    assert exclude.read(path) == [] and exclude.tried_again(path) == {"n1", "n2"}
+    # What the job still excludes from before counts for nothing: one of three is spared.
+    exclude.add(path, {"n3": "down"}, replace(JOB, excluded=("n9", "n1", "n2")))
+    assert exclude.read(path) == ["n3"] and exclude.tried_again(path) == {"n1", "n2"}
+
+
 def test_none_of_two_nodes_is_excluded_for_a_job_on_two(path, partition):
     partition(2)
     exclude.add(path, {"n1": "down"}, JOB)
