@@ -13,7 +13,7 @@ from typing import Literal
 
 from forge.core.errors import DataError, ForgeError, OtherFormat, UnfitError
 from forge.core.files import disk_trouble, short_id
-from forge.core.process import INITIAL_NAMESPACE, Process, hostname, user_name
+from forge.core.process import INITIAL_NAMESPACE, Process, hostname, slurm_start, user_name
 from forge.core.records import Lock
 from forge.core.terminal import say
 from forge.slurm import slurm
@@ -50,11 +50,13 @@ def lock(folder: Path, command: str, *, name: str = LOCK, wait_sec: float = 0.0)
     process = Process.current()
     job = slurm.own_job()
     cluster = slurm.this_cluster() or (slurm.cluster_name() if job else None)
+    restart = job.restarts if job else slurm_start()[1]
     own = Lock(
         **process.to_json(),
-        cluster=cluster,
+        # Without the number of its start, nobody may judge the job by it.
+        cluster=None if restart is None else cluster,
         command=command,
-        restart=job.restarts if job else 0,
+        restart=restart or 0,
     )
     _wait_and_acquire(path, own, time.monotonic() + wait_sec)
     try:
@@ -213,12 +215,15 @@ def _look(held: Lock) -> str:
 
 
 def _job_has_ended(path: Path, held: Lock) -> bool:
-    """Return whether Slurm says that this start of the holder's job is over; False where it cannot be
-    asked. Raises UnfitError for a job that runs, or waits to start again."""
-    if not held.slurm_job or not held.cluster or not slurm.is_here():
+    """Return whether this start of the holder's job is over, as a later start of the same job knows, or
+    Slurm says; False where it cannot be asked. Raises UnfitError for a job that runs, or waits to start
+    again."""
+    if not held.slurm_job or not held.cluster:
         return False
     with contextlib.suppress(slurm.SlurmSilent):
-        if held.cluster != slurm.cluster_name():
+        if _is_earlier_start(held):
+            return True
+        if not slurm.is_here() or held.cluster != slurm.cluster_name():
             return False
         job = slurm.show_job(held.slurm_job)
         if job is None:
@@ -227,6 +232,13 @@ def _job_has_ended(path: Path, held: Lock) -> bool:
         _refuse_living_job(path, held, job)
         return True
     return False
+
+
+def _is_earlier_start(held: Lock) -> bool:
+    """Return whether this process is of a later start of the holder's job. Raises SlurmSilent."""
+    job_id, restart = slurm_start()
+    is_later = restart is not None and restart > held.restart
+    return is_later and held.slurm_job == job_id and held.cluster == slurm.this_cluster()
 
 
 def _is_own(path: Path) -> bool:

@@ -189,6 +189,37 @@ def test_lock_of_a_slurm_job_that_ended_or_restarted_is_taken_over(
         assert pid_in(tmp_path) == os.getpid()
 
 
+def test_start_of_a_job_is_known_where_slurms_programs_are_not(tmp_path, monkeypatch):
+    """As in a container without them: a later start of the job takes over, and is not called older."""
+    monkeypatch.setattr(slurm, "is_here", lambda: False)
+    monkeypatch.delenv("FORGE_SLURM_START", raising=False)
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    own = {"SLURM_JOB_ID": "42", "SLURM_CLUSTER_NAME": "here", "SLURM_RESTART_COUNT": "1"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    held_by_job(tmp_path)
+    with lock(tmp_path, "train"):
+        held = Lock.read(tmp_path / ".lock")
+        assert (held.pid, held.restart, held.cluster) == (os.getpid(), 1, "here")
+    held_by_job(tmp_path, restart=1)
+    with pytest.raises(UnfitError), lock(tmp_path, "train"):
+        pass
+    held_by_job(tmp_path, cluster="elsewhere")
+    with pytest.raises(UnfitError), lock(tmp_path, "train"):
+        pass
+
+
+def test_start_of_a_job_that_nobody_can_tell_is_not_recorded_as_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm, "is_here", lambda: False)
+    monkeypatch.delenv("FORGE_SLURM_START", raising=False)
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    own = {"SLURM_JOB_ID": "42", "SLURM_CLUSTER_NAME": "here", "SLURM_STEP_ID": "0"}
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    with lock(tmp_path, "train"):
+        assert Lock.read(tmp_path / ".lock").cluster is None
+
+
 @pytest.mark.parametrize("state", ["RUNNING", "COMPLETING", "PENDING"])
 def test_lock_of_a_running_slurm_job_is_refused_by_its_number(tmp_path, slurm_says, state):
     held_by_job(tmp_path)
