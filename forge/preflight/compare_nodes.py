@@ -155,7 +155,7 @@ def _inside(
         if placement.job:
             cold = [node for node in answered if node.facts and not is_warm(node.name, node.facts)]
             _import_torch(pool, cold)
-    compare(list(nodes.values()), machine)
+    compare(list(nodes.values()), machine, wanted[head].ranks_per_node)
     check_links(nodes, links)
     check_clocks(nodes, links, machine.preflight.max_clock_skew_sec)
     return list(nodes.values())
@@ -343,8 +343,9 @@ def check_clocks(nodes: Mapping[str, CheckedNode], links: Links, most_sec: float
 # --- nodes compared -------------------------------------------------------------------------------
 
 
-def compare(nodes: Sequence[CheckedNode], machine: Machine) -> None:
-    """Add the checks that need other nodes to compare with: versions, InfiniBand, number of GPUs."""
+def compare(nodes: Sequence[CheckedNode], machine: Machine, ranks: int) -> None:
+    """Add the checks that need other nodes to compare with: versions, InfiniBand, number of GPUs. ranks:
+    of a node, each of which needs a GPU."""
     everyone = [node.facts for node in nodes if node.facts]
     if len(everyone) < 2:
         return
@@ -352,7 +353,7 @@ def compare(nodes: Sequence[CheckedNode], machine: Machine) -> None:
         if node.facts:
             node.checks.append(_same_versions(node.name, node.facts, everyone))
             node.checks += _same_environment(node.name, node.facts, everyone)
-            node.checks += _same_hardware(node.name, node.facts, everyone, machine)
+            node.checks += _same_hardware(node.name, node.facts, everyone, machine, ranks)
 
 
 def _same_versions(node: str, facts: ComparedFacts, everyone: Sequence[ComparedFacts]) -> Check:
@@ -396,7 +397,11 @@ def _same_environment(
 
 
 def _same_hardware(
-    node: str, facts: ComparedFacts, everyone: Sequence[ComparedFacts], machine: Machine
+    node: str,
+    facts: ComparedFacts,
+    everyone: Sequence[ComparedFacts],
+    machine: Machine,
+    ranks: int,
 ) -> Iterator[Check]:
     with_ib = sum(each.infiniband for each in everyone)
     if with_ib and not facts.infiniband:
@@ -413,7 +418,7 @@ def _same_hardware(
     if facts.gpus < most and machine.device != "cpu":
         yield Check(
             "gpus",
-            "fail",
+            "fail" if facts.gpus < ranks else "warn",
             f"{facts.gpus} GPUs, other nodes have {most}",
             f"leave {node} out, or see nvidia-smi there",
             cause="a GPU has fallen off the bus, or the partition mixes kinds of nodes",

@@ -199,8 +199,8 @@ def test_clock_that_differs_from_the_others_only_warns(ahead, word):
 # --- nodes compared -------------------------------------------------------------------------------
 
 
-def compared(*nodes, **keys):
-    compare(nodes, load_machine(None, keys))
+def compared(*nodes, ranks=4, **keys):
+    compare(nodes, load_machine(None, keys), ranks)
     return [[check.name for check in node.failed] for node in nodes]
 
 
@@ -234,6 +234,16 @@ def test_hardware_that_only_one_node_misses_makes_it_unfit(fact, name):
     assert compared(*nodes, **{"fabric.backend": "gloo", "device": "cpu"}) == [[], [], []]
 
 
+def test_node_with_fewer_gpus_than_others_is_healthy_where_its_ranks_have_one_each():
+    """A partition may mix nodes of four and of eight GPUs."""
+    nodes = node("n0", gpus=8), node("n1", gpus=4)
+    assert compared(*nodes, ranks=4) == [[], []]
+    assert (
+        last(nodes[1]).status == "warn" and "4 GPUs, other nodes have 8" in last(nodes[1]).message
+    )
+    assert compared(node("n0", gpus=8), node("n1", gpus=7), ranks=8) == [[], ["gpus"]]
+
+
 # --- nodes to exclude -----------------------------------------------------------------------------
 
 
@@ -264,7 +274,7 @@ ALL_PORTS = {"mlx5_0 port 1": NDR, "mlx5_1 port 1": NDR}
 def test_a_port_that_is_down_or_slower_than_on_most_nodes_is_named(ports, message):
     nodes = [node(name, infiniband=True, ports=ALL_PORTS) for name in NAMES[:2]]
     nodes.append(node("n2", infiniband=True, ports=ports))
-    compare(nodes, load_machine(None))
+    compare(nodes, load_machine(None), 1)
     [check] = [check for check in nodes[2].checks if check.name == "ports"]
     assert (check.status, check.message) == ("warn", message)
     assert not [check for each in nodes[:2] for check in each.checks if check.name == "ports"]
@@ -274,7 +284,7 @@ def test_more_ports_than_most_nodes_and_two_nodes_that_differ_are_no_trouble():
     few = {"mlx5_0 port 1": NDR}
     for kinds in ([few, few, ALL_PORTS], [few, ALL_PORTS]):
         nodes = [node(infiniband=True, ports=ports) for ports in kinds]
-        compare(nodes, load_machine(None))
+        compare(nodes, load_machine(None), 1)
         assert not [check for each in nodes for check in each.checks if check.name == "ports"]
 
 
