@@ -310,13 +310,18 @@ class JobWatch:
 
     def _not_in_queue(self, info: Any) -> bool:
         """Do what `_lives` does for a job that Slurm has forgotten (MinJobAge after its end): judged by
-        its outputs, which it writes last, then by accounting; without either it failed."""
+        its outputs, which Forge's rules write last, then by accounting; without either it failed. Outputs
+        of a rule of the user may be half written: accounting comes first."""
         since = self._unlisted.setdefault(info.external_jobid, time.monotonic())
-        if self._left_outputs(info.job):
+        is_written = self._left_outputs(info.job)
+        if is_written and self._is_of_forge(info):
             self._executor.report_job_success(info)
             return False
         state = self._accounted(info.external_jobid).partition(" ")[0]
         if self._has_ended(info, state, ""):
+            return False
+        if is_written and not state:  # nothing else tells of a rule of the user
+            self._executor.report_job_success(info)
             return False
         if state and state not in slurm.ENDED and time.monotonic() - since < SILENCE_SEC:
             words = f"is {state} in Slurm's accounting, but squeue does not list it; waiting for its end"
@@ -381,10 +386,14 @@ class JobWatch:
         """
         if not self._left_outputs(info.job):
             return False
-        if jobs.runs_in_batch_step(info.job.rules, self._executor.array_jobs):
+        if self._is_of_forge(info):
             return True
         step = f"{info.external_jobid}.batch"
         return slurm.accounted_end(step, timeout_sec=SACCT_SEC) == "COMPLETED, exit code 0:0"
+
+    def _is_of_forge(self, info: Any) -> bool:
+        """Return whether the rules of a job are Forge's own, and write their outputs last."""
+        return jobs.runs_in_batch_step(info.job.rules, self._executor.array_jobs)
 
     def _no_log(self, info: Any, nodes: str) -> str:
         """The error for a job that ended before its first node wrote Slurm's log."""

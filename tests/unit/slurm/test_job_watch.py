@@ -285,6 +285,21 @@ def test_forgotten_job_that_left_new_outputs_is_a_success(command, watch, info):
     assert check(watch, info) == [] and watch._executor.success == [info.job]
 
 
+@pytest.mark.parametrize(
+    ("state", "is_success"), [("TIMEOUT", False), ("COMPLETED", True), ("", True)]
+)
+def test_forgotten_job_of_a_rule_of_a_user_counts_by_accounting_where_there_is_one(
+    command, watch, info, state, is_success
+):
+    """Its outputs may be half written."""
+    info.job.rules = ["plot"]
+    info.job.output[0].write_text("half")
+    command("sacct", f"[[ $* == *.batch* ]] || echo '{state}'")
+    assert check(watch, info) == []
+    assert watch._executor.success == [info.job] * is_success
+    assert watch._executor.failure == [info.job] * (not is_success)
+
+
 def test_output_of_an_earlier_job_is_no_success_of_a_forgotten_one(command, watch, info):
     info.job.output[0].write_text("{}")
     watch.submit(info.job)
