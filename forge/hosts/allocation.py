@@ -21,7 +21,7 @@ from forge.core.terminal import say
 from forge.hosts import network
 from forge.hosts.placement import WorldLayout, check_layouts, refuse_ranks_of_single
 from forge.slurm import exclude, jobs, slurm
-from forge.slurm.sbatch import slurm_extra
+from forge.slurm.sbatch import OTHER_CLUSTER, slurm_extra
 
 LOCAL = "local"  # Snakemake's executor on this machine
 LOCAL_MACHINE = "profiles/local/machine.yaml"  # without a profile
@@ -276,6 +276,8 @@ def _refuse_own(given: Mapping[str, Any]) -> None:
         "mpi": "remove it; `launcher` in machine.yaml decides how ranks start",
         "slurm_extra": "write these options as slurm.options in machine.yaml, where Forge adds its own",
         "gpu": 'set GPUs per node, as gres: "gpu:4"',
+        "cpus_per_gpu": "set cpus_per_task to this number: each rank uses one GPU, and Slurm tells the"
+        " cores of a rank by tasks",
     }
     for key, fix in fixes.items():
         if key in given:
@@ -290,7 +292,7 @@ _KNOWN_RESOURCES = (
     *("machine", "nodes", "tasks_per_node", "tasks_per_gpu", "gres", "gpu_model"),
     *("cpus_per_task", "cpus_per_gpu", "mem", "mem_mb", "mem_mib", "mem_mb_per_cpu"),
     *("disk", "disk_mb", "disk_mib", "runtime", "tmpdir", "constraint", "qos"),
-    *("slurm_account", "slurm_partition", "slurm_cluster", "cluster", "clusters"),
+    *("slurm_account", "slurm_partition", *OTHER_CLUSTER),
 )
 
 

@@ -19,6 +19,8 @@ from forge.slurm.jobs import TRAIN_RULE
 # The job keeps the rest of its allocation when a node dies: a spare node replaces it, or the run shrinks.
 # Slurm then keeps the job even without its first node (`JobWatch`).
 NO_KILL = "--no-kill"
+# Resources by which the executor plugin submits a job to another cluster.
+OTHER_CLUSTER = ("slurm_cluster", "cluster", "clusters")
 
 
 @dataclass(frozen=True)
@@ -166,12 +168,16 @@ def _int(value: Any) -> int:
 
 
 def requests_of(jobs: Iterable[Any], executor_settings: Any = None) -> list[Request]:
-    """The different requests of these jobs of Snakemake to this cluster."""
-    other_cluster = ("cluster", "clusters", "slurm_cluster")
-    here = (
-        job for job in jobs if not job.is_local and not any(map(job.resources.get, other_cluster))
-    )
-    return list(dict.fromkeys(Request.of(job, executor_settings) for job in here))
+    """The different requests of these jobs of Snakemake. ConfigError for one to another cluster."""
+    submitted = [job for job in jobs if not job.is_local]
+    for job in submitted:
+        if name := next(filter(None, map(job.resources.get, OTHER_CLUSTER)), None):
+            raise ConfigError(
+                f"{' and '.join(Request.of(job).rules)} of the profile: slurm_cluster {name}",
+                cause="the command does not find its jobs of another cluster again",
+                fix=f"remove it from the profile, and export SLURM_CLUSTERS={name}",
+            )
+    return list(dict.fromkeys(Request.of(job, executor_settings) for job in submitted))
 
 
 def slurm_extra(machine: Machine, nodes: int, ranks_per_node: int, bad_nodes: Sequence[str]) -> str:

@@ -48,6 +48,7 @@ def test_spare_nodes_are_asked_for_on_top():
         ({**CPUS, "mpi": "srun"}, "mpi='srun'"),
         ({**CPUS, "slurm_extra": "--exclude=n1"}, "slurm_extra='--exclude=n1'"),
         ({**CPUS, "gpu": 8}, "gpu=8"),
+        ({**GPUS, "cpus_per_gpu": 16}, "cpus_per_gpu=16"),
         ({**GPUS, "tasks_per_node": 2}, "4 GPUs a node and 2 ranks"),
         ({**GPUS, "gres": "gpu:h100:8"}, "8 GPUs a node and 4 ranks"),
         ({**GPUS, "gres": "4 gpus"}, "gres '4 gpus'"),

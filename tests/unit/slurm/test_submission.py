@@ -381,8 +381,12 @@ def test_equal_jobs_are_asked_about_once_and_local_ones_not_at_all():
     assert (request.cpus, request.mem_mb, request.nodes) == (2, 2000, 1)
 
 
-def test_jobs_for_another_cluster_are_not_checked_here():
-    assert requests_of([job("tokenize", {"runtime": 60, "cluster": "far"})]) == []
+@pytest.mark.parametrize("resource", ["cluster", "clusters", "slurm_cluster"])
+def test_job_for_another_cluster_which_would_not_be_found_again_is_refused(resource):
+    with pytest.raises(ConfigError, match="tokenize of the profile: slurm_cluster far") as caught:
+        requests_of([job("tokenize", {"runtime": 60, resource: "far"})])
+    assert "export SLURM_CLUSTERS=far" in caught.value.fix
+    assert requests_of([job("config_run", {resource: "far"}, is_local=True)]) == []
 
 
 # --- a job on other nodes than those that trained ---------------------------------------------------
