@@ -337,8 +337,18 @@ def _nodes(machine: Machine, layout: WorldLayout) -> Placement:
             cause="the allocation differs from `nodes` of the profile",
             fix=f"request {layout.nodes} nodes, or pass --nodes={len(job.nodes)}",
         )
+    job = _with_shared_cores(job, layout.ranks_per_node)
     _refuse_uneven(job, layout.ranks_per_node)
     return Placement(job.nodes, job)
+
+
+def _with_shared_cores(job: slurm.Job, ranks_per_node: int) -> slurm.Job:
+    """The job with the cores of a rank where its tasks are fewer than the ranks, as with `salloc
+    --gres=gpu:4 --cpus-per-task=64`: the ranks share the cores of their node."""
+    fewest = min((count for _, count in job.cpus), default=0)
+    if job.tasks >= len(job.nodes) * ranks_per_node or fewest < ranks_per_node:
+        return job
+    return replace(job, cpus_per_task=min(job.cpus_per_task, fewest // ranks_per_node))
 
 
 def _refuse_other_node(machine: Machine, placement: Placement) -> None:

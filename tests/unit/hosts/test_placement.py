@@ -115,6 +115,18 @@ def test_allocation_with_too_few_cores_on_one_node_is_reported_as_slurm_gave_it(
     )  # one rank fits
 
 
+@pytest.mark.parametrize(("tasks", "cores"), [(2, 16), (8, 64)])
+def test_ranks_share_the_cores_of_their_node_where_the_job_has_fewer_tasks(
+    monkeypatch, tasks, cores
+):
+    """As salloc --nodes=2 --gres=gpu:4 --cpus-per-task=64 gives them: one task a node."""
+    whole = (("n1", 64 * tasks // 2), ("n2", 64 * tasks // 2))
+    job = replace(JOB, nodes=("n1", "n2"), cpus_per_task=64, cpus=whole, tasks=tasks)
+    monkeypatch.setattr(slurm, "this_job", lambda: job)
+    found = placement.find_placement(load_machine(None, {"launcher": "srun"}), WorldLayout(2, 4))
+    assert found.job.cpus_per_task == cores
+
+
 def test_batch_must_share_out_among_all_nodes():
     config = Config.model_validate({"run": "base", "train": {"batch_size": 8}})
     with pytest.raises(ConfigError, match="world of 6 ranks"):
