@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
+
 from forge.core.errors import ConfigError, Exit, UnfitError
 from forge.core.files import disk_trouble
 from forge.core.json_lines import last_lines
@@ -39,6 +41,9 @@ from forge.launch.stop_signal import StopFlag
 POLL_SEC = 0.1
 KILL_SEC = 30.0  # for the end of a killed program, whose GPU the driver may have to reset
 SHARED_SEC = 1.0  # between two looks at files on the shared file system
+UNWATCHED_SEC = (
+    60.0  # without a look the job was suspended, or the file system away: no sign of a hang
+)
 # Exit status by which a program asks not to be started again (NVIDIA's resiliency extension uses it too).
 NO_RESTART = 93
 TAIL_BYTES = 4096
@@ -173,6 +178,14 @@ def _start(
         ) from None
 
 
+def _group_of_living(pid: int) -> int | None:
+    """The process group of a process; None where it has ended."""
+    try:
+        return None if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE else os.getpgid(pid)
+    except (psutil.Error, OSError):
+        return None
+
+
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The environment of this process with these variables. What restricts the staged Python
     (`stage.project`) to its own packages is taken back: the program has the job's PYTHONPATH, and Forge
@@ -208,6 +221,8 @@ class _Watch:
         while self.child.poll() is None:
             now = time.monotonic()
             if now - looked >= SHARED_SEC:
+                if looked and now - looked > UNWATCHED_SEC:
+                    self._last_beat += now - looked
                 looked = now
                 with contextlib.suppress(OSError):  # on a full disk the files stay as they are
                     running_file(self.paths, self.rank.rank).write_text(f"{now - started:.0f}")
@@ -222,7 +237,23 @@ class _Watch:
             time.sleep(POLL_SEC)
         # The program may have ended after the stop before this process looked.
         self.cause = self.cause or self._stop_cause(look=True)
+        if self.cause or self.child.returncode:
+            self._end_what_it_left()
         return self._record(self.child.returncode)
+
+    def _end_what_it_left(self) -> None:
+        """kill -9 of processes that the program has started and not ended: a shell that a signal ends
+        leaves its child, which would train on beside the next launch."""
+        left = [pid for pid in psutil.pids() if _group_of_living(pid) == self.child.pid]
+        if not left:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+        say(
+            f"warning: the program on {hostname()} has ended and left processes, which were killed:"
+            f" {', '.join(map(str, left))}. A script gets the stop in place of the trainer that it"
+            " starts: start that with `exec`"
+        )
 
     def _progress(self) -> RankProgress | None:
         goal = self.task.goal

@@ -1,5 +1,6 @@
 """Another training program under `forge train`: what its run ends with, and what it resumes from."""
 
+import contextlib
 import os
 import resource
 import shutil
@@ -49,6 +50,12 @@ def starts(run, rank=0):
     logs = sorted(run.paths.logs.glob(f"local.*.{rank}.log"))
     lines = [line for log in logs for line in log.read_text().splitlines()]
     return [int(line.split()[-1]) for line in lines if "begins at step" in line]
+
+
+def is_living(pid):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def test_run_is_done_when_the_sealed_checkpoint_of_its_goal_is_there(program):
@@ -155,6 +162,30 @@ def test_stop_is_passed_on_and_the_same_command_resumes(program):
     )
     assert run.forge("train", *TWO_RANKS, f"--program.goal={step + 5}").code == 0
     assert starts(run) == [0, step]
+
+
+@pytest.mark.parametrize("how", ["stop", "failure"])
+def test_trainer_that_a_script_leaves_behind_does_not_train_on_beside_the_next_launch(
+    program, tmp_path, how
+):
+    """bash dies of SIGTERM and passes nothing on."""
+    script = tmp_path / "run.sh"
+    ending = "wait" if how == "stop" else "sleep 2; exit 3"
+    script.write_text(f'"$@" &\necho $! >> {tmp_path}/pids\n{ending}\n')
+    run = program(goal=ENDLESS)
+    config = yaml.safe_load(run.config.read_text())
+    config["program"]["command"] = ["bash", str(script), *config["program"]["command"]]
+    run.config.write_text(yaml.safe_dump(config))
+    started = run.start("train", "--machine.max_restarts_without_progress=1")
+    if how == "stop":
+        wait_until(run.paths.latest.is_symlink, "a sealed checkpoint")
+        started.process.send_signal(signal.SIGTERM)
+    outcome = started.end()
+    assert outcome.code == (Exit.STOPPED if how == "stop" else Exit.FAILED), outcome.text
+    assert "has ended and left processes, which were killed" in outcome.text
+    pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
+    assert pids
+    wait_until(lambda: not any(map(is_living, pids)), "the end of what the script had started")
 
 
 def test_stop_file_stops_it_and_nothing_starts_while_it_is_there(program):
