@@ -15,6 +15,7 @@ against the digests that this process has read. None of that holds against progr
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -104,10 +105,18 @@ def make_archive(
             content = sum(member.num_bytes for member in members)
             facts = _facts(temporary, "sha256" if tree else "blake3")
             write_json(temporary / "archive.json", {**facts, "content_bytes": content})
-            if not Archive.open(folder, verify=False):
+            if not Archive.open(
+                folder
+            ):  # one whose content changed without a trace is replaced, too
                 shutil.rmtree(folder, ignore_errors=True)
-                with contextlib.suppress(FileExistsError):
+                try:
                     temporary.rename(folder)
+                except OSError as err:
+                    if err.errno not in (
+                        errno.EEXIST,
+                        errno.ENOTEMPTY,
+                    ):  # else another run was first
+                        raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     archive = Archive.open(folder, verify=False)

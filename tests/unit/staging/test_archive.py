@@ -88,8 +88,36 @@ def test_content_that_was_changed_without_a_trace_is_noticed(tmp_path, members, 
     monkeypatch.setattr(archive, "_states", lambda _: {"000.tar": [1, 2, 3]})
     make_archive(folder, members, tree=tree)
     path = folder / "000.tar"
-    path.write_bytes(path.read_bytes().replace(b"0.bin", b"1.bin") + b"\0")
+    right = path.read_bytes()
+    path.write_bytes(right.replace(b"0.bin", b"1.bin") + b"\0")
     assert Archive.open(folder) is None
+    made = make_archive(folder, members, tree=tree)
+    assert Archive.open(folder) == made, "written again, not kept"
+
+
+def test_archive_that_another_run_finishes_in_the_same_moment_is_used(
+    tmp_path, members, monkeypatch
+):
+    """As on a network file system, which shows its directory late."""
+    folder = tmp_path / "archives" / "abc"
+    write_chunks, rmtree = archive._write_chunks, shutil.rmtree
+
+    def meanwhile(*arguments, **keys):
+        monkeypatch.setattr(archive, "_write_chunks", write_chunks)
+        make_archive(folder.with_name("other"), members).folder.rename(folder)
+        write_chunks(*arguments, **keys)
+        opened, late = Archive.open, [None]
+        monkeypatch.setattr(
+            Archive, "open", lambda *a, **k: late.pop() if late else opened(*a, **k)
+        )
+        monkeypatch.setattr(
+            shutil, "rmtree", lambda path, **k: None if path == folder else rmtree(path, **k)
+        )
+
+    monkeypatch.setattr(archive, "_write_chunks", meanwhile)
+    made = make_archive(folder, members)
+    assert made.folder == folder and made.content_bytes == 15910
+    assert [path.name for path in folder.parent.iterdir()] == ["abc"]
 
 
 def test_archive_of_somebody_else_is_not_used_whatever_it_says(tmp_path, members):
