@@ -141,7 +141,9 @@ def _data_configs(config: ResolvedConfig) -> dict[Path, dict[str, Any]]:
             configs[inputs_folder(data, corpus.ids.inputs)] = corpus
     files = {folder / "config.json": _of_data(made_by) for folder, made_by in configs.items()}
     if config.ids.model:
-        of_model = {**_of_data(config), "model": config.to_json()["model"]}
+        # The shape is checked against the length of a sample.
+        train = {"seq_len": config.train.seq_len}
+        of_model = {**_of_data(config), "model": config.to_json()["model"], "train": train}
         files[model_folder(data, config.ids.model) / "config.json"] = of_model
     return files
 

@@ -77,6 +77,8 @@ def _given(settings: Any) -> dict[str, Any]:
         value = read_cell(text)
         if isinstance(value, Mapping):
             _merge(given, {name: value})
+        elif value is None or isinstance(value, bool):  # Snakemake knows True and False alone
+            given[name] = value
     # A section in another form than JSON stays as Snakemake has read it.
     return {
         name: given.get(name, value) if _is_of_texts(value) else value

@@ -14,12 +14,13 @@ from snakemake.cli import parse_config
 from snakemake.settings.types import ConfigSettings
 from support.repository import REPOSITORY
 
-from forge.core.config import Config, checked, load_config
+from forge.core.config import Config, ResolvedConfig, checked, load_config
 from forge.core.errors import ConfigError, UnfitError
 from forge.core.machine import Slurm
 from forge.core.paths import (
     RunPaths,
     inputs_folder,
+    model_folder,
     settings_file,
     tokenizer_folder,
     tokens_folder,
@@ -139,6 +140,17 @@ def test_config_of_a_shared_artefact_has_its_inputs_and_ids_and_no_run(run):
             run.ids,
         )
         assert '"train": {' not in path.read_text()
+
+
+def test_config_of_pretrained_weights_has_the_length_of_samples_that_fits_their_positions(run):
+    values = run.to_json()
+    values["model"] = {"architecture": "gpt2", "positions": 64, "vocab_size": 300}
+    values["train"] |= {"seq_len": 64}
+    small = checked(ResolvedConfig, values, "the test")
+    small = small.model_copy(update={"ids": run.ids.model_copy(update={"model": "a" * 12})})
+    path = model_folder("data", "a" * 12) / "config.json"
+    rule_inputs.write_configs({"base": small}, jobs(path))
+    assert load_config(path).model.positions == 64
 
 
 def test_corpus_files_of_a_hub_have_a_config_of_their_own(run):
@@ -270,6 +282,15 @@ def test_values_in_a_section_of_the_command_line_are_those_of_a_file(given):
         },
         "tokenize": {"document_separator": None, "eos_token": "null"},
     }
+
+
+def test_truth_and_nothing_on_the_command_line_are_those_of_a_file(given):
+    given({})
+    words = ["plugins_may_change=true", "parent=null", "runs=x.tsv", "deterministic=False"]
+    settings = ConfigSettings(config=parse_config(words), config_args=words)
+    found = runs.read_config(settings)
+    assert (found["plugins_may_change"], found["parent"]) == (True, None)
+    assert (found["runs"], found["deterministic"]) == ("x.tsv", False)
 
 
 @pytest.mark.parametrize(
