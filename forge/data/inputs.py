@@ -72,7 +72,9 @@ class InputSet:
         another size now. `verify` checks the digests.
         """
         manifest = InputManifest.read(folder / MANIFEST)
-        return cls(folder, manifest, manifest.root, manifest.hub)._with_right_sizes()
+        # Beside the manifest, wherever the project has been moved to since.
+        hub = str((folder / HUB).absolute()) if manifest.downloads else ""
+        return cls(folder, manifest, manifest.root, hub)._with_right_sizes()
 
     @classmethod
     def open_copy(cls, folder: Path) -> Self:

@@ -121,6 +121,17 @@ def test_without_a_file_name_the_whole_repository_is_meant(forge_inputs, tmp_pat
     assert names == ["google/tiny-bert/config.json", "google/tiny-bert/vocab.txt"]
 
 
+def test_downloads_of_a_project_that_was_moved_are_read_where_they_are_now(forge_inputs, tmp_path):
+    code, output = forge_inputs([BERT])
+    assert code == 0, output
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    (tmp_path / "data").rename(moved / "data")
+    found = made(moved)
+    assert found.hub.startswith(str(moved))
+    assert all(member.path.is_file() for member in found.members)
+
+
 def test_named_files_come_from_the_cache_without_network_and_a_glob_is_never_guessed(
     forge_inputs, tmp_path, hub
 ):
