@@ -175,7 +175,7 @@ class Versions(Part):
 
 
 class Hardware(Part):
-    """Host and processor of rank 0."""
+    """Host and processor of rank 0; the processors of all ranks, where these compute differently."""
 
     host: str
     cpu: str

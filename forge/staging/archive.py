@@ -105,17 +105,14 @@ def make_archive(
             content = sum(member.num_bytes for member in members)
             facts = _facts(temporary, "sha256" if tree else "blake3")
             write_json(temporary / "archive.json", {**facts, "content_bytes": content})
-            if not Archive.open(
-                folder
-            ):  # one whose content changed without a trace is replaced, too
+            # Read whole: one whose content has changed without a trace is replaced, too.
+            if not Archive.open(folder):
                 shutil.rmtree(folder, ignore_errors=True)
                 try:
                     temporary.rename(folder)
                 except OSError as err:
-                    if err.errno not in (
-                        errno.EEXIST,
-                        errno.ENOTEMPTY,
-                    ):  # else another run was first
+                    was_first = err.errno in (errno.EEXIST, errno.ENOTEMPTY)  # another run
+                    if not was_first:
                         raise
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

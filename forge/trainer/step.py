@@ -69,8 +69,7 @@ class StepResult:
 
     step: counted from 0. loss: mean over ranks. grad_norm: over all parameters, before clipping.
     trouble: which loss or gradient norm is not finite, or a spike; the update was then left out.
-    is_spike: false where one is not finite. flags:
-    those of each rank, by rank.
+    is_spike: false where one is not finite. flags: those of each rank, by rank.
     """
 
     step: int
