@@ -46,6 +46,7 @@ def mount(device: str, run: JobRun, after: ExitStack) -> None:
         after.callback(run.cluster.run, "umount", "--lazy", run.folder, machine=name)
 
 
+@pytest.mark.weekly
 def test_disk_that_is_full_for_a_while_costs_no_allocation(
     new_run: Callable[..., JobRun], uninterrupted: Uninterrupted, small_disk: str
 ) -> None:

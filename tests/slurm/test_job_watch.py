@@ -127,6 +127,7 @@ def test_job_that_has_trained_when_its_time_is_up_is_no_failure(
     assert read_json(project.run().paths.validated)["status"] == "valid"
 
 
+@pytest.mark.weekly
 def test_job_that_slurm_has_forgotten_is_judged_by_its_completion_record(
     new_project: NewProject, exclusive_cluster: Cluster
 ) -> None:

@@ -156,9 +156,12 @@ class Struck:
 IN_CI = {
     ("six-nodes", "killed_rank", "srun"),
     ("six-nodes", "scancel", "torchrun"),
+}
+WEEKLY = {
+    ("six-nodes", "power_cut", "srun"),
+    ("six-nodes", "time_limit", "torchrun"),
     ("bert-cpu", "kill_in_a_save", "srun"),
 }
-WEEKLY = {("six-nodes", "power_cut", "srun"), ("six-nodes", "time_limit", "torchrun")}
 EVENTS = (
     *("time_limit", "preemption", "two_signals", "scancel"),
     *("killed_rank", "kill_in_a_save", "power_cut"),

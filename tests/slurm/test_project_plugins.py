@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import yaml
 from support.project_plugin import HOOKS, LAYERS, write_documented, write_plugin
 from support.repository import REPOSITORY
@@ -22,6 +23,7 @@ from .project import Project
 NewProject = Callable[..., Project]
 
 
+@pytest.mark.weekly
 def test_plugin_that_is_edited_at_noon_is_as_it_was_for_a_job_that_is_requeued_at_night(
     new_project: NewProject,
     tiny_config: Path,

@@ -21,6 +21,7 @@ NewRun = Callable[..., JobRun]
 NewProject = Callable[..., Project]
 
 
+@pytest.mark.weekly
 def test_ranks_leave_silent_nodes_before_slurm_has_noticed_first_for_a_spare_then_by_a_requeue(
     new_run: NewRun, uninterrupted: Uninterrupted, exclusive_cluster: Cluster
 ) -> None:

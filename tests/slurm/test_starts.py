@@ -80,6 +80,7 @@ def test_snakemake_in_a_job_of_the_user_is_taken_over_from_when_that_job_has_end
     uninterrupted.equals(run)
 
 
+@pytest.mark.weekly
 def test_tasks_of_an_array_that_all_give_the_command_are_told_so_and_one_trains(
     new_project: NewProject, cluster: Cluster, uninterrupted: Uninterrupted
 ) -> None:

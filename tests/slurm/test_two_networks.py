@@ -135,8 +135,9 @@ def without_names(cluster: Cluster, shared_folder: Path) -> Iterator[None]:
         cluster.run("umount", "--lazy", "/etc/hosts", machine=node)
 
 
+@pytest.mark.weekly
 @pytest.mark.usefixtures("without_names")
-@pytest.mark.parametrize("launcher", ["srun", pytest.param("torchrun", marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
 def test_names_that_do_not_resolve_give_way_to_slurms_addresses(
     cluster: Cluster,
     shared_folder: Path,

@@ -67,6 +67,7 @@ def test_raw_text_becomes_a_validated_checkpoint_on_several_nodes_beside_a_run_t
     assert "Nothing to be done" in project.output()
 
 
+@pytest.mark.weekly
 def test_module_beside_rules_of_the_user_trains_by_the_profile(
     new_project: NewProject, uninterrupted: Uninterrupted
 ) -> None:

@@ -118,6 +118,9 @@ PREPARE = {
     "config/README.md": own_tokenizer,
 }
 
+# Pages whose commands train for minutes.
+LONG_PAGES = ("docs/plugins/attestation.md", "docs/plugins/chat.md")
+
 # Pages whose commands start from nothing.
 OWN_PROJECT = {"docs/commands.md": "by hand", "docs/workflow.md": "workflow"}
 
@@ -146,7 +149,12 @@ def prepared(clones: dict[str, Project]) -> Callable[[pages.Command], Project]:
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(command, id=command.where) for command in pages.commands_of(pages.RUNNER)],
+    [
+        pytest.param(
+            command, id=command.where, marks=[pytest.mark.weekly] * (command.page in LONG_PAGES)
+        )
+        for command in pages.commands_of(pages.RUNNER)
+    ],
 )
 def test_command_works_as_it_is_written(
     prepared: Callable[[pages.Command], Project], command: pages.Command

@@ -236,6 +236,7 @@ def ids(project: Project) -> tuple[str, list[str]]:
     return found["plugins"]["twin"], found.get("plugins_before", {}).get("twin", [])
 
 
+@pytest.mark.weekly
 def test_run_goes_on_with_an_edited_plugin_where_the_key_says_so_and_records_both(
     project: Project,
 ) -> None:

@@ -37,6 +37,7 @@ def write_config(project):
     (project.root / "config/config.yaml").write_text(yaml.safe_dump(values))
 
 
+@pytest.mark.weekly
 def test_killed_in_the_middle_and_resumed_it_is_validated(project, weights):
     project.one_rank()
     write_config(project)

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 
+import pytest
 from support.clone import started
 
 from forge.core import json_lines
@@ -27,6 +28,7 @@ def edges(project):
     return {(names[one], names[other]) for one, other in drawn}
 
 
+@pytest.mark.weekly
 def test_family_trains_in_order_and_a_parent_trained_again_leaves_its_child_to_the_user(project):
     project.one_rank()
     project.write_config(train={"max_steps": 8})

@@ -197,6 +197,7 @@ def test_program_with_no_checkpoint_but_that_of_a_stop_is_refused_with_that_reas
     assert f"steps at which launches ended, such as {stopped_at}" in done.text
 
 
+@pytest.mark.weekly
 def test_plain_ddp_script_goes_on_bitwise_from_its_checkpoints(program, tmp_path, monkeypatch):
     """In the middle of an epoch of 64 batches, too."""
     monkeypatch.chdir(tmp_path)
