@@ -94,7 +94,8 @@ def rank_settings(
     if interface:
         settings += [
             Setting("GLOO_SOCKET_IFNAME", interface, reason),
-            Setting("NCCL_SOCKET_IFNAME", interface, reason),
+            # Without `=` NCCL takes the name for a prefix: bond0 would be bond0.100 too.
+            Setting("NCCL_SOCKET_IFNAME", f"={interface}", reason),
         ]
     if rdma_reason:
         settings.append(Setting("NCCL_IB_DISABLE", "0", rdma_reason))
@@ -182,14 +183,17 @@ def choose_interface(
 
 def _exported_interface(fabric: Fabric, environ: Mapping[str, str]) -> tuple[str, str] | None:
     """The interface in GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME (of the backend first) or IB_IFNAME, and
-    the variable's name. NCCL's lists, prefixes and exclusions name none, and are left to NCCL."""
+    the variable's name. NCCL's `=` before one name stands for the whole name; its lists, prefixes and
+    exclusions name none, and are left to NCCL."""
     names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
     if fabric.backend == "nccl":
         names.reverse()
     for name in (*names, "IB_IFNAME"):
-        value = environ.get(name, "")
+        value, is_of_nccl = environ.get(name, ""), name == "NCCL_SOCKET_IFNAME"
+        if is_of_nccl:
+            value = value.removeprefix("=")
         is_name = re.fullmatch(r"[\w.-]+", value)
-        if is_name and (name != "NCCL_SOCKET_IFNAME" or value in psutil.net_if_addrs()):
+        if is_name and (not is_of_nccl or value in psutil.net_if_addrs()):
             return value, f"your exported {name}"
     return None
 

@@ -32,10 +32,11 @@ DEBUG = [
 ]
 
 
-def interfaces(**interface):
+def interfaces(*, found):
+    name, reason = found
     return [
-        ("GLOO_SOCKET_IFNAME", *interface["found"]),
-        ("NCCL_SOCKET_IFNAME", *interface["found"]),
+        ("GLOO_SOCKET_IFNAME", name, reason),
+        ("NCCL_SOCKET_IFNAME", f"={name}", reason),  # not a prefix of others
     ]
 
 
@@ -137,6 +138,8 @@ def test_rdma_may_be_switched_off_and_asked_for_where_there_is_none(node):
         ({"IB_IFNAME": "ib7"}, "nccl", "ib7"),
         ({"NCCL_SOCKET_IFNAME": "^docker,lo"}, "nccl", "eth7"),  # NCCL's own choice by exclusion
         ({"NCCL_SOCKET_IFNAME": "eth"}, "nccl", "eth7"),  # NCCL's prefix
+        ({"NCCL_SOCKET_IFNAME": "=lo"}, "nccl", "lo"),
+        ({"NCCL_SOCKET_IFNAME": "=lo,em4"}, "nccl", "eth7"),
     ],
 )
 def test_exported_interface_is_the_one_that_preflight_tests_too(

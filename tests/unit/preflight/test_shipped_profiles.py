@@ -59,7 +59,7 @@ def checks(machine, folder):
 
 
 def interface(name, reason):
-    return {"GLOO_SOCKET_IFNAME": (name, reason), "NCCL_SOCKET_IFNAME": (name, reason)}
+    return {"GLOO_SOCKET_IFNAME": (name, reason), "NCCL_SOCKET_IFNAME": (f"={name}", reason)}
 
 
 INFINIBAND = {"NCCL_IB_DISABLE": ("0", f"mlx5_0 port 1 (InfiniBand, {sysfs.NDR}) and 3 more")}
