@@ -122,7 +122,8 @@ _KNOWN = {
         FILES: ("_StorageInfo",),
         "pathlib": ("PosixPath",),
         "pathlib._local": ("PosixPath",),
-        "builtins": ("getattr",),  # early releases of Python 3.11 pickle a member of an enum so
+        # Early releases of Python 3.11 pickle a member of an enum so; the second name is protocol 2's.
+        **dict.fromkeys(("builtins", "__builtin__"), ("getattr",)),
     }.items()
     for name in names
 }
