@@ -51,5 +51,6 @@ def _checked(flow: Flow, due: Sequence[Any]) -> SubmitCheck:
         machine=flow.allocation.of_profile["machine"],
         account=str(given.get("slurm_account") or ""),
         partition=str(given.get("slurm_partition") or ""),
+        qos=str(given.get("qos") or ""),
         requests=[list(one) for one in asked],
     )

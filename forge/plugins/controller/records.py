@@ -26,8 +26,9 @@ class SubmitCheck(Record):
     machine: str | None = None
     """The machine.yaml in use."""
     account: str = ""
-    """Of default-resources, as `partition`."""
+    """Of default-resources, as `partition` and `qos`."""
     partition: str = ""
+    qos: str = ""
     requests: list[list[str]] = Field(default=[])
     """Account and partition of each request to Slurm."""
 

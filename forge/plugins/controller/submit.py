@@ -180,6 +180,7 @@ def request_of(
     `excluding`."""
     partition = settings.partition or check.partition
     account = settings.account or check.account
+    qos = "" if settings.partition else check.qos  # another partition may not allow it
     bare = Request(rules=("",), minutes=0, partition=partition)
     own = submission.asked_partitions(bare, known)
     longest = max((place.max_minutes for place in own), default=float(DAY_MIN))
@@ -187,7 +188,8 @@ def request_of(
     warn_sec = min(WARN_SEC, minutes * 60 // 4)
     forbidden = sorted(_not_submitting(own, check, known))
     options = [
-        # First, so that they change nothing that Forge relies on.
+        *([f"--qos={qos}"] if qos else []),  # before the user's options, which may name another one
+        # Before the others, so that they change nothing that Forge relies on.
         *shlex.split(excluding(settings.options, forbidden)),
         *([f"--account={account}"] if account else []),
         *([f"--partition={partition}"] if partition else []),

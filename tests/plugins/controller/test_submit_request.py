@@ -50,6 +50,19 @@ def test_settings_win_over_the_profile():
     assert {"--mem=500", "--mail-type=END", "--qos=a b"} <= {*line}
 
 
+def test_qos_of_the_profile_is_that_of_its_partition_and_one_of_the_options_wins():
+    """Where an account has no default QOS, Slurm refuses a job without one."""
+
+    def given(**settings):
+        check = CHECK.model_copy(update={"qos": "gp_lab"})
+        return submit.request_of(ControllerSettings(**settings), check, partitions()).options
+
+    assert "--qos=gp_lab" in given()
+    assert not any("qos" in word for word in given(partition="gpu"))
+    line = given(options="-q own")
+    assert line.index("--qos=gp_lab") < line.index("own")  # sbatch takes the last of two
+
+
 def test_partition_that_is_not_known_gets_a_day():
     request = submit.request_of(ControllerSettings(partition="new"), CHECK, {})
     assert "--time=1440" in request.options
