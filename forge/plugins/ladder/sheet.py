@@ -47,6 +47,8 @@ def rows_of(values: dict[str, Any], base: Config, plan: argparse.Namespace) -> l
     rows = []
     for run, own, begin in _named(base, plan, sizes):
         cells = {**own, "train.decay_steps": own.get("train.decay_steps", own["train.max_steps"])}
+        if "train.keep_every" in own and (values.get("evaluate") or {}).get("every"):
+            cells["evaluate.every"] = None  # of a trunk other checkpoints are kept
         given = apply_overrides(values, {"run": run, **cells})
         rows.append(LadderRow(run, cells, checked(Config, given, f"row {run}"), begin))
     return rows

@@ -91,6 +91,19 @@ def test_every_rung_starts_at_a_checkpoint_that_is_kept_and_where_its_rate_begin
         assert rung.train.seed == trunk.seed
 
 
+def test_project_that_scores_checkpoints_has_a_ladder_whose_trunks_are_not_scored(
+    sheet: Path,
+) -> None:
+    train = {**CONFIG["train"], "checkpoint_every": 500, "keep_every": 1000}
+    write_config(train=train, evaluate={"tasks": ["words"], "every": 1000})
+    assert cli.main(["ladder", *SMALL]) == 0
+    rows = {row.run: row.overrides for row in read_rows(sheet)}
+    roles = {row.get("ladder.role") for row in rows.values() if "evaluate.every" in row}
+    assert roles == {"trunk"} and rows["ladder-d1-s1"]["evaluate.every"] is None
+    configs = run_configs(read_values("config/config.yaml"), str(sheet))
+    assert configs["ladder-d5-k0_2"].of_plugins["evaluate"].every == 1000
+
+
 def test_dry_run_shows_rows_and_their_cost_and_changes_nothing(
     sheet: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
