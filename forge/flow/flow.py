@@ -190,7 +190,9 @@ class Flow:
     def parent_of(self, wildcards: Any) -> list[Path]:
         """The output of parent_run, also for a run that has begun, so that its inputs stay the same."""
         made = Path(f"{self.results}/{wildcards.run}/.parent_trained")
-        return [made] if wildcards.run in self.waiting or made.exists() else []
+        # In a job this is asked again: the parent may have ended since, and nothing makes the file there.
+        waits = self._is_main and wildcards.run in self.waiting
+        return [made] if waits or made.exists() else []
 
     def wanted_files(self, target: str, runs: Iterable[str], *own: str) -> list[str]:
         """Files of each run that this target asks for: its own, and those that plugins add."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from support import manifests
@@ -18,6 +19,7 @@ from forge.core.errors import ConfigError
 from forge.core.paths import RunPaths
 from forge.core.records import Trained
 from forge.core.sample_sheet import run_configs
+from forge.flow.flow import Flow
 
 STEPS = "train.max_steps\ttrain.keep_every"
 BASE = "base\t\t100\t50\n"
@@ -181,6 +183,24 @@ def test_child_waits_for_a_parent_on_the_sheet_until_its_checkpoint_is_there(row
     assert family.waiting(runs) == {"child": "base"}, "for the plan: it has ended"
     alone = {"child": runs["child"]}
     assert family.waiting(alone) == {}
+
+
+def test_snakemake_in_the_job_of_a_child_wants_no_file_that_only_the_plan_makes(rows, tmp_path):
+    """The parent has ended while the job was in the queue, where the child waited for nothing."""
+    runs = rows(BASE, "child\tbase@50\t120\t\n")
+    save(runs["base"], 100)
+    end(runs["base"])
+    wildcards = SimpleNamespace(run="child")
+    made = tmp_path / "child/.parent_trained"
+
+    def wanted(*, main):
+        flow = SimpleNamespace(results=tmp_path, waiting=family.waiting(runs), _is_main=main)
+        return Flow.parent_of(flow, wildcards)
+
+    assert wanted(main=True) == [made] and wanted(main=False) == []
+    made.parent.mkdir()
+    made.touch()
+    assert wanted(main=False) == [made]
 
 
 def test_child_that_has_begun_waits_for_nothing_even_where_the_checkpoint_is_gone(rows):
