@@ -29,14 +29,29 @@ def evaluated(runs: Mapping[str, ResolvedConfig]) -> list[str]:
     return names
 
 
-def rule_settings(config: ResolvedConfig) -> RuleSettings:
-    """The settings of evaluate_run, and of the download of the tasks' data, which is older."""
+def settings_of_scores(config: ResolvedConfig) -> RuleSettings:
+    """The settings of evaluate_run."""
     paths = RunPaths.of(config)
     evaluate = read_object_or_empty(paths.evaluation).get("evaluate")
     made_with = None if evaluate is None else {"evaluate": evaluate}
     sections = {"evaluate": config.of(Evaluate).model_dump(mode="json")}
-    name = f"{config.run}.evaluate"
-    return RuleSettings.of_sections(name, sections, paths.evaluation_data, made_with)
+    return RuleSettings.of_sections(f"{config.run}.evaluate", sections, paths.evaluation, made_with)
+
+
+def settings_of_data(config: ResolvedConfig) -> RuleSettings:
+    """The settings of evaluate_data: which tasks, and nothing of how they are asked."""
+    paths = RunPaths.of(config)
+    recorded = [read_object_or_empty(paths.evaluation_data)]
+    recorded.append(read_object_or_empty(paths.evaluation).get("evaluate") or {})
+    made_with = next((_of_data(values) for values in recorded if values.get("tasks")), None)
+    sections = _of_data(config.of(Evaluate).model_dump(mode="json"))
+    return RuleSettings.of_sections(
+        f"{config.run}.evaluate_data", sections, paths.evaluation_data, made_with
+    )
+
+
+def _of_data(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {"evaluate": {key: values.get(key) for key in ("tasks", "include_path")}}
 
 
 def request(settings: Any, mem_mb: int) -> Request:

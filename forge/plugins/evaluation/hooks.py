@@ -36,9 +36,12 @@ def check_config(config: Config) -> None:
 @hook
 def check_run(config: Config, where: str, trains: bool) -> None:
     if config.of(Evaluate).tasks and not trains:
-        from forge.plugins.evaluation.tasks import refuse_missing_package
+        from forge.plugins.evaluation.tasks import refuse_missing_package, task_files
 
         refuse_missing_package(config.of(Evaluate), where)
+        task_files(
+            config.of(Evaluate)
+        )  # refused here: of input functions, Snakemake shows a traceback
 
 
 @hook
@@ -67,13 +70,14 @@ def rules_here() -> Sequence[str]:
 def rule_settings(runs: Mapping[str, ResolvedConfig]) -> Mapping[str, dict[str, Any]]:
     from forge.plugins.evaluation import flow
 
-    return {"evaluate_run": {name: flow.rule_settings(run) for name, run in runs.items()}}
+    of_rules = {"evaluate_run": flow.settings_of_scores, "evaluate_data": flow.settings_of_data}
+    return {rule: {name: of(run) for name, run in runs.items()} for rule, of in of_rules.items()}
 
 
 @hook
 def wanted_files(config: ResolvedConfig, target: str) -> Sequence[str]:
     evaluate = config.of(Evaluate)
-    if target == "train" and evaluate.tasks and evaluate.every:
+    if target in ("train", "resume") and evaluate.tasks and evaluate.every:
         # Needed by the jobs that evaluate while the run trains, and downloaded on this machine.
         return ["evaluations/data.json"]
     return ["evaluation.json"] if target == "compare" and evaluate.tasks else []

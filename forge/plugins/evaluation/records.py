@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pydantic import Field
+
 from forge.core.records import Evaluation, Record
 from forge.plugins.evaluation.settings import Evaluate
 
@@ -22,6 +24,9 @@ class EvaluationData(Record):
     """Digest of the files in evaluate.include_path; empty without them."""
     documents: dict[str, int]
     """Task -> number of documents."""
+    tasks: list[str] = Field(default=[])
+    """As evaluate.tasks names them; [] in records of earlier versions."""
+    include_path: str | None = None
 
 
 class Evaluations(Record):

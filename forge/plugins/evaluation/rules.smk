@@ -19,7 +19,7 @@ rule evaluate:
 rule evaluate_data:
     input:
         config=f"{FORGE.results}/{{run}}/config.json",
-        settings=FORGE.settings_of("evaluate_run"),
+        settings=FORGE.settings_of("evaluate_data"),
         tasks=lambda w: task_files(FORGE.runs[w.run].of(Evaluate)),
     output:
         f"{FORGE.results}/{{run}}/evaluations/data.json",

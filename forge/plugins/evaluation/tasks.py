@@ -168,7 +168,11 @@ def download(paths: RunPaths, evaluate: Evaluate) -> None:
     loaded = load(find_tasks(evaluate), evaluate)
     documents = {name: len(task.eval_docs) for name, task in sorted(loaded.items())}
     data = EvaluationData(
-        harness=harness_version(), task_files=task_digest(evaluate), documents=documents
+        harness=harness_version(),
+        task_files=task_digest(evaluate),
+        documents=documents,
+        tasks=evaluate.tasks,
+        include_path=evaluate.include_path,
     )
     data.write(paths.evaluation_data)
     say(

@@ -10,11 +10,12 @@ import pytest
 
 from forge.core.config import Config, checked, load_config
 from forge.core.errors import ConfigError
-from forge.core.hooks import check_targets
+from forge.core.hooks import check_run, check_targets
 from forge.core.paths import RunPaths, settings_file
 from forge.core.records import RunSettings
 from forge.data.content_ids import resolve
 from forge.flow import rule_inputs, workflow_command
+from forge.plugins.evaluation import tasks
 from forge.plugins.evaluation.hooks import wanted_files
 from forge.plugins.evaluation.settings import Evaluate
 from forge.slurm.sbatch import Request
@@ -38,29 +39,50 @@ def settings(config, rule):
 
 
 def test_settings_of_evaluate_run_change_with_the_section_and_nothing_else_does():
-    plain, tasks = run_of(), run_of(tasks=["words"])
-    assert settings(plain, "evaluate_run") != settings(tasks, "evaluate_run")
+    plain, scored = run_of(), run_of(tasks=["words"])
+    assert settings(plain, "evaluate_run") != settings(scored, "evaluate_run")
     for rule in ("config_run", "validate_run"):
-        assert settings(plain, rule) == settings(tasks, rule)
-    sections = RunSettings.read(settings(tasks, "evaluate_run")).sections
+        assert settings(plain, rule) == settings(scored, rule)
+    sections = RunSettings.read(settings(scored, "evaluate_run")).sections
     assert sections.keys() == {"evaluate"}
-    config = load_config(str(settings(tasks, "config_run")), sections)
-    assert config.of(Evaluate) == tasks.of(Evaluate)
+    config = load_config(str(settings(scored, "config_run")), sections)
+    assert config.of(Evaluate) == scored.of(Evaluate)
 
 
-def test_only_settings_that_the_scores_were_not_made_with_are_newer_than_the_data():
+def test_only_settings_that_scores_and_data_were_not_made_with_are_newer():
     run = run_of(tasks=["words"])
     paths = RunPaths.of(run)
-    for tasks, is_due in ((["words"], False), (["other"], True)):
+    for named, is_due in ((["words"], False), (["other"], True)):
         for path, values in (
             (paths.evaluation_data, {}),
-            (paths.evaluation, {"evaluate": run_of(tasks=tasks).to_json()["evaluate"]}),
+            (paths.evaluation, {"evaluate": run_of(tasks=named).to_json()["evaluate"]}),
         ):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(values))
             os.utime(path, (time.time() - 3600,) * 2)
-        asked = settings(run, "evaluate_run").stat().st_mtime_ns
-        assert (asked > paths.evaluation_data.stat().st_mtime_ns) == is_due
+        made = {"evaluate_run": paths.evaluation, "evaluate_data": paths.evaluation_data}
+        for rule, path in made.items():
+            assert (settings(run, rule).stat().st_mtime_ns > path.stat().st_mtime_ns) == is_due
+
+
+def test_data_is_downloaded_again_for_other_tasks_only_and_once():
+    run, paths = run_of(tasks=["words"], limit=5), RunPaths.of(run_of())
+    paths.evaluation_data.parent.mkdir(parents=True)
+    for path, values in (
+        (paths.evaluation, {"evaluate": run_of(tasks=["words"]).to_json()["evaluate"]}),
+        (paths.evaluation_data, {"tasks": ["words"], "include_path": None}),
+    ):
+        path.write_text(json.dumps(values))
+        os.utime(path, (time.time() - 3600,) * 2)
+    scored, got = (path.stat().st_mtime_ns for path in (paths.evaluation, paths.evaluation_data))
+    assert settings(run, "evaluate_run").stat().st_mtime_ns > scored
+    assert settings(run, "evaluate_data").stat().st_mtime_ns <= got
+    other = run_of(tasks=["other"])
+    assert settings(other, "evaluate_data").stat().st_mtime_ns > got
+    paths.evaluation_data.write_text(json.dumps({"tasks": ["other"], "include_path": None}))
+    os.utime(paths.evaluation_data, (time.time() + 60,) * 2)  # the scores are of before
+    got = paths.evaluation_data.stat().st_mtime_ns
+    assert settings(other, "evaluate_data").stat().st_mtime_ns <= got
 
 
 def kept(run, **of_profile):
@@ -91,12 +113,23 @@ def test_jobs_during_training_ask_for_what_the_profile_gives_evaluate_run():
 
 def test_targets_ask_for_files_of_runs_with_tasks_alone():
     runs = (run_of(), run_of(tasks=["words"]), run_of(tasks=["words"], every=10))
+    assert [wanted_files(run, "resume") for run in runs] == [wanted_files(r, "train") for r in runs]
     asked = [(wanted_files(run, "train"), wanted_files(run, "compare")) for run in runs]
     assert asked == [
         ([], []),
         ([], ["evaluation.json"]),
         (["evaluations/data.json"], ["evaluation.json"]),
     ]
+
+
+def test_directory_of_tasks_that_is_not_there_is_refused_before_the_run_is_planned(monkeypatch):
+    """Snakemake shows what its input functions raise with a traceback."""
+    monkeypatch.setattr(tasks, "PACKAGE", "json")  # as if the harness were installed
+    config = checked(Config, {"evaluate": {"tasks": ["mine"], "include_path": "taks"}}, "the test")
+    with pytest.raises(ConfigError, match="include_path is 'taks', and there is no such directory"):
+        check_run(config, "run base")
+    Path("taks").mkdir()
+    check_run(config, "run base")
 
 
 def test_target_without_tasks_is_refused_with_what_to_set():
