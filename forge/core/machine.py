@@ -388,6 +388,11 @@ class Machine(Section):
         """Return whether each rank must have a GPU, without a look at the nodes."""
         return self.device == "cuda" or self.fabric.backend == "nccl"
 
+    def uses_nccl(self, gpus: int) -> bool:
+        """Return whether ranks of nodes with so many GPUs communicate by NCCL."""
+        has_gpus = self.device != "cpu" and gpus > 0
+        return self.fabric.backend == "nccl" or (self.fabric.backend == "auto" and has_gpus)
+
 
 def load_machine(path: str | Path | None, overrides: dict[str, Any] | None = None) -> Machine:
     """The machine in a file (defaults for None), with overrides applied. Raises ConfigError."""

@@ -403,18 +403,9 @@ def _same_hardware(
     machine: Machine,
     ranks: int,
 ) -> Iterator[Check]:
-    with_ib = sum(each.infiniband for each in everyone)
-    if with_ib and not facts.infiniband:
-        yield Check(
-            "infiniband",
-            "warn" if machine.fabric.backend == "gloo" else "fail",
-            f"no port of InfiniBand or RoCE is active; {with_ib} other nodes have one",
-            f"leave {node} out, or see ibstat there",
-            cause="its port is down; NCCL would wait forever for a network that both ends have",
-        )
-    elif facts.infiniband and machine.fabric.infiniband != "never":
-        yield from _same_ports(node, facts, everyone)
     most = max(each.gpus for each in everyone)
+    if machine.fabric.infiniband != "never":
+        yield from _same_fabric(node, facts, everyone, machine.uses_nccl(most))
     if facts.gpus < most and machine.device != "cpu":
         yield Check(
             "gpus",
@@ -422,6 +413,22 @@ def _same_hardware(
             f"{facts.gpus} GPUs, other nodes have {most}",
             f"leave {node} out, or see nvidia-smi there",
             cause="a GPU has fallen off the bus, or the partition mixes kinds of nodes",
+        )
+
+
+def _same_fabric(
+    node: str, facts: ComparedFacts, everyone: Sequence[ComparedFacts], uses_nccl: bool
+) -> Iterator[Check]:
+    with_ib = sum(each.infiniband for each in everyone)
+    if facts.infiniband:
+        yield from _same_ports(node, facts, everyone)
+    elif with_ib:
+        yield Check(
+            "infiniband",
+            "fail" if uses_nccl else "warn",
+            f"no port of InfiniBand or RoCE is active; {with_ib} other nodes have one",
+            f"leave {node} out, or see ibstat there",
+            cause="its port is down; NCCL would wait forever for a network that both ends have",
         )
 
 

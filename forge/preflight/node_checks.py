@@ -486,7 +486,11 @@ def _exported_troubles(wanted: Wanted) -> Iterator[tuple[str, str]]:
             yield name, f"{interface} ({wanted.source_of(name)}) is {trouble}"
     name, usable = "NCCL_SOCKET_IFNAME", filter(_has_address, psutil.net_if_addrs())
     pattern = environ.get(name, "")
-    if pattern and _uses_nccl(wanted.machine) and not network.fits(pattern, usable):
+    if (
+        pattern
+        and wanted.machine.uses_nccl(network.count_gpus())
+        and not network.fits(pattern, usable)
+    ):
         yield name, f"{pattern} ({wanted.source_of(name)}) is no interface of this node"
 
 
@@ -509,16 +513,15 @@ def _has_address(interface: str) -> bool:
     return bool(families & {socket.AF_INET, socket.AF_INET6})
 
 
-def _uses_nccl(machine: Machine) -> bool:
-    has_gpus = machine.device != "cpu" and network.count_gpus() > 0
-    return machine.fabric.backend == "nccl" or (machine.fabric.backend == "auto" and has_gpus)
-
-
 def _ports(wanted: Wanted) -> Check | None:
     """A check that does not pass where NCCL_IB_HCA names no active port of this node; else None."""
     name, fabric, ports = "NCCL_IB_HCA", wanted.machine.fabric, network.active_ports()
     devices = wanted.environ.get(name, "")
-    if not devices or not _uses_nccl(wanted.machine) or fabric.infiniband == "never":
+    if (
+        not devices
+        or not wanted.machine.uses_nccl(network.count_gpus())
+        or fabric.infiniband == "never"
+    ):
         return None
     there = [f"{port.device}:{port.number}" for port in ports]
     if network.fits(devices, there) or (network.uses_rdma(fabric) and not ports):

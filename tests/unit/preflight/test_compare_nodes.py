@@ -234,6 +234,24 @@ def test_hardware_that_only_one_node_misses_makes_it_unfit(fact, name):
     assert compared(*nodes, **{"fabric.backend": "gloo", "device": "cpu"}) == [[], [], []]
 
 
+@pytest.mark.parametrize(
+    ("machine", "gpus", "status"),
+    [
+        ({}, 4, "fail"),
+        ({"fabric.infiniband": "never"}, 4, None),
+        ({"fabric.infiniband": "never", "fabric.backend": "nccl"}, 4, None),
+        ({"fabric.backend": "gloo"}, 4, "warn"),
+        ({"device": "cpu"}, 4, "warn"),
+        ({}, 0, "warn"),  # Gloo, since no node has a GPU
+    ],
+)
+def test_node_without_infiniband_is_unfit_only_where_nccl_would_use_it(machine, gpus, status):
+    nodes = [node("n0", gpus=gpus, infiniband=True), node("n1", gpus=gpus)]
+    compare(nodes, load_machine(None, machine), 1)
+    found = [check.status for check in nodes[1].checks if check.name == "infiniband"]
+    assert found == ([status] if status else [])
+
+
 def test_node_with_fewer_gpus_than_others_is_healthy_where_its_ranks_have_one_each():
     """A partition may mix nodes of four and of eight GPUs."""
     nodes = node("n0", gpus=8), node("n1", gpus=4)
