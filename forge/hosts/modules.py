@@ -118,7 +118,10 @@ def _variables(text: str) -> dict[str, str]:
 
 
 def _is_in(module: str, loaded: Sequence[str]) -> bool:
-    return any(name == module or name.startswith(f"{module}/") for name in loaded)
+    """Return whether one of these has the module's name, without its version: gcc/13, cuda/default and
+    cuda@12.4 are loaded as gcc/13.2.0 and cuda/12.4."""
+    base = re.split(r"[/@]", module)[0]
+    return any(name == base or name.startswith(f"{base}/") for name in loaded)
 
 
 def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str]:

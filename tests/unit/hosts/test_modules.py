@@ -21,8 +21,9 @@ module() {
         case $name in
             cuda*) export CUDA_HOME=/opt/cuda PATH=/opt/cuda/bin:$PATH MANPATH=$MANPATH:/opt/cuda/man
                 LOADEDMODULES=$LOADEDMODULES:cuda/12.4 ;;
-            gcc) export CC=gcc; LOADEDMODULES=$LOADEDMODULES:gcc/13.2; unset MY_OLD ;;
-            quiet) ;;  # Environment Modules 3.2 says so, and ends with 0
+            gcc*) export CC=gcc; LOADEDMODULES=$LOADEDMODULES:gcc/13.2; unset MY_OLD ;;
+            compiler*) LOADEDMODULES=$LOADEDMODULES:compiler/gcc/13.2 ;;
+            quiet*) ;;  # Environment Modules 3.2 says so, and ends with 0
             rank) export RANK=3 MASTER_ADDR=n9 SLURM_X=1 LOADEDMODULES=$LOADEDMODULES:rank/1 ;;
             *) echo "Lmod has detected the following error:  unknown: $name" >&2; return 1 ;;
         esac
@@ -70,7 +71,18 @@ def test_what_a_launcher_sets_for_each_rank_is_not_taken_from_a_module(shell):
     assert set(load("rank").variables) == {"LOADEDMODULES"}
 
 
-@pytest.mark.parametrize("name", ["nosuch", "quiet"])
+@pytest.mark.parametrize(
+    ("name", "loaded"),
+    [
+        *(("gcc/13", "gcc/13.2"), ("cuda/default", "cuda/12.4"), ("cuda@12.4", "cuda/12.4")),
+        *(("compiler/gcc/13", "compiler/gcc/13.2"), ("compiler/gcc", "compiler/gcc/13.2")),
+    ],
+)
+def test_module_whose_version_is_completed_is_known_by_its_full_name(shell, name, loaded):
+    assert load(name).names == (loaded,)
+
+
+@pytest.mark.parametrize("name", ["nosuch", "quiet", "quiet/2"])
 def test_module_that_does_not_load_is_refused_with_what_module_says(shell, name):
     with pytest.raises(ConfigError, match=rf"environment\.modules \[gcc, {name}\]") as caught:
         load("gcc", name)
