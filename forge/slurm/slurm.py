@@ -222,7 +222,9 @@ def _has_ended(job: Job, now: Job | None) -> bool:
 
 
 def parse_job(text: str) -> Job:
-    """The job in a line of `scontrol show job --details --oneliner`."""
+    """The job in the first line of `scontrol show job --details --oneliner`: a heterogeneous job has a
+    line for each component, of which srun starts processes in the first one."""
+    text = re.split(r"\n(?=JobId=)", text)[0]
 
     def field(name: str, otherwise: str = "") -> str:
         match = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", text)

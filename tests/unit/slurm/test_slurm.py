@@ -46,6 +46,17 @@ def test_cores_of_each_node_are_read():
     assert slurm.parse_job(RUNNING).cpus == ()
 
 
+def test_other_components_of_a_heterogeneous_job_are_no_part_of_it():
+    first = f"{RUNNING}   Nodes=node[01-02,07] CPU_IDs=0-1 Mem=100 GRES= Comment=two\nlines"
+    other = first.replace("JobId=8", "JobId=9").replace("node[01-02,07]", "gpu1")
+    job = slurm.parse_job(f"{first} \n{other} TresPerNode=gres:gpu:4 \n")
+    assert (job.id, job.gpus_per_node, job.cpus) == (
+        *("8", 0),
+        (("node01", 2), ("node02", 2), ("node07", 2)),
+    )
+    assert slurm.parse_job(f"{first} TresPerNode=gres:gpu:2 \n{other} \n").gpus_per_node == 2
+
+
 def test_a_preempted_job_is_known_by_its_time():
     assert not slurm.parse_job(RUNNING).is_preempted
     assert not slurm.parse_job(f"{RUNNING} PreemptTime=None").is_preempted
