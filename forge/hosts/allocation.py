@@ -188,7 +188,8 @@ def held_allocation(given: Mapping[str, Any], machine: Machine) -> dict[str, int
     job = None if both or machine.launcher == "single" else slurm.this_job()
     if job is None or not job.nodes:
         return {}
-    ranks = job.gpus_per_node or max(1, job.tasks // len(job.nodes))
+    gpus = 0 if machine.device == "cpu" else job.gpus_per_node
+    ranks = gpus or max(1, job.tasks // len(job.nodes))
     return {
         "nodes": max(1, len(job.nodes) - machine.preflight.spare_nodes),
         "tasks_per_node": ranks,

@@ -98,7 +98,7 @@ class Job:
     is_preempted: bool = False
     cpus: tuple[tuple[str, int], ...] = ()  # node, number of cores allocated there
     tasks: int = 1  # that the job was asked for, on all nodes
-    gpus_per_node: int = 0
+    gpus_per_node: int = 0  # of the node with the fewest
     excluded: tuple[str, ...] = ()  # nodes that it must not get
     array: str = ""  # id of the array that it is a task of
     exclusive: bool = False  # whether its nodes take no other job
@@ -231,32 +231,41 @@ def parse_job(text: str) -> Job:
         value = match.group(1) if match else otherwise
         return otherwise if value in ("(null)", "N/A") else value
 
-    nodes = field("NodeList")
+    nodes = tuple(expand(field("NodeList"))) if field("NodeList") else ()
     end = field("EndTime", "Unknown")
+    details = [
+        (name, _num_cores(ids), _num_gpus(re.sub(r"\([^)]*\)", "", gres)))  # gpu:h100:4(IDX:0-3)
+        for names, ids, gres in re.findall(_DETAILS, text)
+        for name in expand(names)
+    ]
+    gpus = _num_gpus(field("TresPerNode"))  # else asked for otherwise, as by --gpus and --exclusive
+    if not gpus and details:
+        gpus = min(count for _, _, count in details)
+    elif not gpus and nodes:
+        gpus = _num_gpus(field("TresPerJob")) // len(nodes)
     return Job(
         id=field("JobId"),
         state=field("JobState"),
         restarts=int(field("Restarts", "0")),
-        nodes=tuple(expand(nodes)) if nodes else (),
+        nodes=nodes,
         cpus_per_task=int(field("CPUs/Task", "1")),
         partition=field("Partition"),
         name=field("JobName"),
         batch=field("BatchFlag", "0") != "0",
         end_time=None if end == "Unknown" else datetime.fromisoformat(end).timestamp(),
         is_preempted=field("PreemptTime", "None") != "None",
-        cpus=tuple(
-            (name, sum(map(_num_ids, ids.split(","))))
-            for names, ids in re.findall(r"\sNodes=(\S+) CPU_IDs=([\d,-]+)", text)
-            for name in expand(names)
-        ),
+        cpus=tuple((name, cores) for name, cores, _ in details),
         tasks=int(field("NumTasks", "1")),
-        gpus_per_node=_num_gpus(field("TresPerNode")),
+        gpus_per_node=gpus,
         excluded=tuple(expand(field("ExcNodeList"))) if field("ExcNodeList") else (),
         array=field("ArrayJobId"),
         exclusive=field("OverSubscribe") == "NO",
         suspended=field("SuspendTime"),
     )
 
+
+# What a job has on some of its nodes: their names, its cores, its gres ("" from an early Slurm).
+_DETAILS = r"\sNodes=(\S+) CPU_IDs=([\d,-]+)(?: Mem=\S+ GRES=(\S*))?"
 
 # The type of a GPU in a gres, such as h100, 2080ti, 1g.10gb or nvidia_a100-sxm4-80gb: digits alone before
 # the end are a number of GPUs.
@@ -269,9 +278,10 @@ def _num_gpus(tres: str) -> int:
     return sum(int(count or 1) for count in counts)
 
 
-def _num_ids(ids: str) -> int:
-    first, _, last = ids.partition("-")  # 7 or 0-3
-    return int(last or first) - int(first) + 1
+def _num_cores(ids: str) -> int:
+    """Cores in CPU_IDs, such as `0-3,7`."""
+    ranges = [one.partition("-") for one in ids.split(",")]
+    return sum(int(last or first) - int(first) + 1 for first, _, last in ranges)
 
 
 def this_job() -> Job | None:

@@ -235,6 +235,7 @@ def held(monkeypatch):
     [
         ({"tasks": 6}, {}, (3, 2)),
         ({"tasks": 3, "gpus_per_node": 4}, {}, (3, 4)),
+        ({"tasks": 6, "gpus_per_node": 4}, {"device": "cpu"}, (3, 2)),  # of whole nodes
         ({"tasks": 1}, {}, (3, 1)),
         ({"tasks": 6}, {"preflight.spare_nodes": 1}, (2, 2)),
     ],

@@ -299,6 +299,29 @@ def test_gpus_of_a_job_are_read_as_versions_of_slurm_write_them(tres, gpus):
     assert slurm.parse_job(f"{RUNNING} TresPerNode={tres}").gpus_per_node == gpus
 
 
+@pytest.mark.parametrize(
+    ("details", "gpus"),
+    [
+        ("Nodes=node[01-02,07] CPU_IDs=0-1 Mem=100 GRES=gpu:h100:4(IDX:0-3)", 4),
+        (
+            "Nodes=node[01-02] CPU_IDs=0-1 Mem=100 GRES=gpu:4(IDX:0-3)"
+            "   Nodes=node07 CPU_IDs=0 Mem=0 GRES=gpu:2(IDX:0,3),nvme:1(IDX:0)",
+            2,
+        ),
+        (
+            "Nodes=node[01-02,07] CPU_IDs=0-1 Mem=9 GRES=gpu:a40:1(IDX:0),gpu:h100:2(IDX:1,3)",
+            3,
+        ),
+        ("Nodes=node[01-02,07] CPU_IDs=0-1 Mem=100 GRES=", 0),
+        ("", 2),  # six of the job, on three nodes
+    ],
+)
+def test_gpus_of_a_job_that_asked_for_none_on_each_node_are_those_that_it_got(details, gpus):
+    """As with --gpus=6, --gpus-per-task and --exclusive."""
+    job = slurm.parse_job(f"{RUNNING} JOB_GRES=gpu:6   {details}  TresPerJob=gres/gpu:6")
+    assert job.gpus_per_node == gpus
+
+
 # What srun, sbcast and a program that srun started print: of 22.05, as recorded.
 AWAY = (
     "srun: error: Unable to confirm allocation for job 1: Unable to contact slurm controller (connect"
