@@ -30,7 +30,7 @@ import forge
 from forge.core import hooks, project_plugins
 from forge.core.errors import DataError, UnfitError
 from forge.core.files import atomic_open, disk_trouble, private_root
-from forge.core.machine import Fabric, Machine
+from forge.core.machine import Machine
 from forge.core.paths import MANIFEST
 from forge.core.process import boot_id, hostname, node_local_folder, raise_open_files
 from forge.core.provenance import PACKAGES
@@ -185,7 +185,7 @@ def node_checks(wanted: Wanted, results_check: Check) -> Iterator[Check]:
     if ports := _ports(wanted):
         yield ports
     if network.uses_rdma(machine.fabric):
-        yield _rdma(machine.fabric)
+        yield _rdma(wanted)
         yield _locked_memory()
     if machine.needs_gpus:
         yield _gpus(wanted.ranks_per_node)
@@ -536,9 +536,12 @@ def _ports(wanted: Wanted) -> Check | None:
     )
 
 
-def _rdma(fabric: Fabric) -> Check:
-    """Check that a port is active where the machine asks for RDMA, and has the GID that is asked for."""
-    ports = network.active_ports()
+def _rdma(wanted: Wanted) -> Check:
+    """Check that a port is active where the machine asks for RDMA, and that those which NCCL uses have
+    the GID that is asked for."""
+    fabric, devices = wanted.machine.fabric, wanted.environ.get("NCCL_IB_HCA", "")
+    active = [(port, f"{port.device}:{port.number}") for port in network.active_ports()]
+    ports = [port for port, name in active if network.fits(devices, [name])]
     if fabric.infiniband == "always" and not network.has_rdma():
         return Check(
             "infiniband",
@@ -547,7 +550,7 @@ def _rdma(fabric: Fabric) -> Check:
             "leave this node out, or see ibstat there",
             cause="its cable or port is down, or it has no such card",
         )
-    exported = os.environ.get("NCCL_IB_GID_INDEX", "")
+    exported = wanted.environ.get("NCCL_IB_GID_INDEX", "")
     index = int(exported) if exported.isdecimal() else fabric.gid_index
     asked_by = "NCCL_IB_GID_INDEX" if exported.isdecimal() else "fabric.gid_index"
     troubles = [] if index is None else [network.gid_trouble(port, index) for port in ports]

@@ -398,6 +398,19 @@ def test_gid_index_that_no_port_has_fails_by_its_name(wanted, monkeypatch):
     assert check.status == "fail" and "NCCL_IB_GID_INDEX is 0: GID 0 of" in check.message
 
 
+@pytest.mark.parametrize(
+    ("devices", "status"),
+    [("", "fail"), ("mlx5_0", "ok"), ("^mlx5_bond_0", "ok"), ("mlx5_bond_0:1", "fail")],
+)
+def test_gid_index_counts_on_ports_that_nccl_uses(wanted, monkeypatch, devices, status):
+    """A port for management has other GIDs."""
+    kinds = {"mlx5_0": {3: "RoCE v2"}, "mlx5_bond_0": {0: "IB/RoCE v1"}}
+    ports = [network.Port(name, "1", "Ethernet", "100 Gb/sec", g) for name, g in kinds.items()]
+    monkeypatch.setattr(network, "active_ports", lambda: ports)
+    wanted = replace(wanted, variables={"NCCL_IB_HCA": devices, "NCCL_IB_GID_INDEX": "3"})
+    assert checks(wanted)["infiniband"].status == status
+
+
 def test_versions_change_with_the_code(monkeypatch, tmp_path):
     before = node_checks.installed_versions()
     assert {"python", "torch", "numpy", "tokenizers", "forge", "forge code"} <= set(before)
