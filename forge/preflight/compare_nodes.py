@@ -150,7 +150,7 @@ def _inside(
         if of_head := nodes[head].facts:
             rendezvous.refuse(machine.fabric, head, of_head.master_trouble)
         links: Links = {}
-        if not placement.is_here:
+        if len(placement.hosts) > 1:
             links = _connect_all(pool, answered, machine, head=head, master=master, sec=sec / 4)
         if placement.job:
             cold = [node for node in answered if node.facts and not is_warm(node.name, node.facts)]

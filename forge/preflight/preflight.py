@@ -285,7 +285,7 @@ def _wanted(
             machine=machine,
             ranks_per_node=layout.ranks_per_node,
             program=programs.get(host),
-            master="" if placement.is_here else master,
+            master=master if len(placement.hosts) > 1 else "",
             variables=dict(placement.variables),
             threads=placement.threads,
             plugins=own,

@@ -334,6 +334,21 @@ def test_nodes_of_a_job_import_torch_before_the_clock_of_their_ranks(monkeypatch
     assert local.checks == []
 
 
+@pytest.mark.parametrize(("names", "failed"), [(("n1",), []), (("n1", "n2"), ["reach"])])
+def test_only_node_of_a_job_elsewhere_has_nobody_to_connect_to(monkeypatch, names, failed):
+    class Pool:
+        def ask(self, request, *, hosts=names, **_):
+            answers = {compare_nodes.check_node: PreflightAnswer([], ALIKE)}
+            return {host: answers.get(request, NodeFailure("no address")) for host in hosts}
+
+    monkeypatch.setattr(compare_nodes, "NodePool", lambda *_, **__: contextlib.nullcontext(Pool()))
+    monkeypatch.setattr(compare_nodes, "_master", lambda *_, **__: "")
+    machine = load_machine(None)
+    wanted = dict.fromkeys(names, Wanted("", "", "", "", machine, 1, None, "", {}, None))
+    found = compare_nodes.inspect(Placement(names), wanted, machine, sec=1, python="python")
+    assert [[check.name for check in each.failed] for each in found] == [failed] * len(names)
+
+
 @pytest.mark.parametrize("warm", [[], ["n1"], ["n1", "n2"]])
 def test_agents_are_asked_to_import_torch_where_it_is_not_known_to_be_in_memory(monkeypatch, warm):
     """`inspect` itself, with agents that answer at once."""

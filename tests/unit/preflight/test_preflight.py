@@ -171,7 +171,8 @@ class Nodes:
     def inspect(self, placement, wanted, machine, *, sec, python, is_warm):
         self.warm = [name for name in NAMES if is_warm(name, self.facts(name))]
         assert set(wanted) == set(placement.hosts)
-        assert {w.master for w in wanted.values()} == {placement.hosts[0]}
+        alone = len(placement.hosts) == 1  # its ranks meet at the loopback address
+        assert {w.master for w in wanted.values()} == {"" if alone else placement.hosts[0]}
         return [
             CheckedNode(name, [self.down[name]])
             if name in self.down
@@ -231,6 +232,12 @@ def test_all_healthy_nodes_train_and_the_record_is_named_by_job_and_restart(node
     assert nodes.probed == [list(NAMES)]
     assert (event(paths)["nodes"], event(paths)["left_out"]) == (list(NAMES), {})
     assert (paths.logs / "preflight.7.0.json").exists()
+
+
+def test_only_node_of_a_job_elsewhere_needs_no_address_for_others(nodes):
+    """As where the shell of salloc runs on a login node."""
+    nodes.names = ("n1",)
+    assert nodes.run(1) == ["n1"]
 
 
 def test_time_that_preflight_may_take_is_printed_in_a_job(nodes, capsys):
