@@ -175,12 +175,14 @@ class NodePool:
         placement = self.placement
         entry = [placement.python(self._python), "-m", "forge.node_agent"]
         entry = inside(placement.container, entry)
-        if self.placement.is_here:
+        if placement.is_here:
             return entry
-        assert self.placement.job
-        # With the GPUs, for preflight to see.
+        assert placement.job
+        # With the GPUs and all cores, for preflight to see and for copies. A number of cores would be
+        # refused where it is not what Slurm counts: it lists each thread of a core.
         options = ("--overlap", f"--job-name={self._name}", *placement.srun_options)
-        return [*slurm.srun(self.placement.job.id, [host], options=options), *entry]
+        line = slurm.srun(placement.job.id, [host], cpus_per_task=None, options=options)
+        return [*line, *entry]
 
     def _end(self) -> None:
         """End all agents: by closing their input, else by SIGKILL."""

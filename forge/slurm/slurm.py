@@ -380,12 +380,13 @@ def srun(
     hosts: Sequence[str],
     *,
     tasks_per_node: int = 1,
-    cpus_per_task: int = 1,
+    cpus_per_task: int | None = 1,
     options: Sequence[str] = (),
 ) -> list[str]:
     """The begin of an srun command that starts tasks on these hosts of a job only.
 
-    All options are explicit, because inside a rule Snakemake has removed the variables that srun reads.
+    cpus_per_task: cores of a task; None: the tasks share all cores that the job has there. All options
+    are explicit, because inside a rule Snakemake has removed the variables that srun reads.
     """
     return [
         "srun",
@@ -394,7 +395,7 @@ def srun(
         f"--ntasks={len(hosts) * tasks_per_node}",
         f"--ntasks-per-node={tasks_per_node}",
         f"--nodelist={','.join(hosts)}",
-        f"--cpus-per-task={cpus_per_task}",
+        *([f"--cpus-per-task={cpus_per_task}"] if cpus_per_task else []),
         "--mpi=none",  # a site's default may wait for an MPI initialization
         "--export=ALL",
         *options,

@@ -51,6 +51,16 @@ node_agent.main()
 """
 
 
+def test_agent_gets_all_cores_that_the_job_has_on_its_node():
+    """With one core, preflight took good nodes for small ones, and copies were slow."""
+    job = slurm.parse_job("JobId=7 JobState=RUNNING NumTasks=2 CPUs/Task=8")
+    assert NodePool(Placement(("n1", "n2"), job), python="python")._command("n2") == [
+        *("srun", "--jobid=7", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--nodelist=n2"),
+        *("--mpi=none", "--export=ALL", "--overlap", f"--job-name=pool-{os.getpid()}"),
+        *("python", "-m", "forge.node_agent"),
+    ]
+
+
 @pytest.fixture
 def pool_of(monkeypatch):
     """pool_of(a=NODE, b=FROZEN): hosts a and b, each answered for by a local process."""
