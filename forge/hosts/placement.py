@@ -344,11 +344,16 @@ def _nodes(machine: Machine, layout: WorldLayout) -> Placement:
 
 def _with_shared_cores(job: slurm.Job, ranks_per_node: int) -> slurm.Job:
     """The job with the cores of a rank where its tasks are fewer than the ranks, as with `salloc
-    --gres=gpu:4 --cpus-per-task=64`: the ranks share the cores of their node."""
+    --gres=gpu:4 --cpus-per-task=64`: the ranks share the cores of their node. They get no more than a
+    task was asked to have, where that is more than Slurm's default of one."""
     fewest = min((count for _, count in job.cpus), default=0)
     if job.tasks >= len(job.nodes) * ranks_per_node or fewest < ranks_per_node:
         return job
-    return replace(job, cpus_per_task=min(job.cpus_per_task, fewest // ranks_per_node))
+    if job.cpus_per_task > 1:
+        return replace(job, cpus_per_task=min(job.cpus_per_task, fewest // ranks_per_node))
+    # job.cpus has each thread of a core, also where Slurm counts cores and srun refuses more.
+    fewest = fewest * job.num_cpus // sum(count for _, count in job.cpus)
+    return replace(job, cpus_per_task=max(1, fewest // ranks_per_node))
 
 
 def _refuse_other_node(machine: Machine, placement: Placement) -> None:

@@ -103,6 +103,7 @@ class Job:
     array: str = ""  # id of the array that it is a task of
     exclusive: bool = False  # whether its nodes take no other job
     suspended: str = ""  # when it was last suspended, or resumed
+    num_cpus: int = 0  # that its tasks may have on all nodes; 0 where that is not known
 
     @property
     def is_living(self) -> bool:
@@ -233,6 +234,8 @@ def parse_job(text: str) -> Job:
 
     nodes = tuple(expand(field("NodeList"))) if field("NodeList") else ()
     end = field("EndTime", "Unknown")
+    # With --threads-per-core=1 tasks get fewer than it says.
+    num_cpus = "" if field("ReqB:S:C:T").endswith(":1") else field("NumCPUs")
     details = [
         (name, _num_cores(ids), _num_gpus(re.sub(r"\([^)]*\)", "", gres)))  # gpu:h100:4(IDX:0-3)
         for names, ids, gres in re.findall(_DETAILS, text)
@@ -255,6 +258,7 @@ def parse_job(text: str) -> Job:
         end_time=None if end == "Unknown" else datetime.fromisoformat(end).timestamp(),
         is_preempted=field("PreemptTime", "None") != "None",
         cpus=tuple((name, cores) for name, cores, _ in details),
+        num_cpus=int(num_cpus) if num_cpus.isdecimal() else 0,  # 4-8 of a pending job
         tasks=int(field("NumTasks", "1")),
         gpus_per_node=gpus,
         excluded=tuple(expand(field("ExcNodeList"))) if field("ExcNodeList") else (),

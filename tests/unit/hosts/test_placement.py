@@ -127,6 +127,26 @@ def test_ranks_share_the_cores_of_their_node_where_the_job_has_fewer_tasks(
     assert found.job.cpus_per_task == cores
 
 
+@pytest.mark.parametrize(
+    ("num_cpus", "asked", "cores"),
+    [
+        (128, 1, 16),
+        (64, 1, 8),  # two threads on each core, of which Slurm counts the core
+        (0, 1, 1),  # of --threads-per-core=1
+        (128, 4, 4),  # of --cpus-per-task=4
+    ],
+)
+def test_ranks_share_whole_nodes_of_a_job_that_asked_for_no_cores(
+    monkeypatch, num_cpus, asked, cores
+):
+    """As salloc --nodes=2 --exclusive --gres=gpu:4 gives them."""
+    facts = {"cpus": (("n1", 64), ("n2", 64)), "num_cpus": num_cpus, "tasks": 2, "exclusive": True}
+    job = replace(JOB, nodes=("n1", "n2"), cpus_per_task=asked, **facts)
+    monkeypatch.setattr(slurm, "this_job", lambda: job)
+    found = placement.find_placement(load_machine(None, {"launcher": "srun"}), WorldLayout(2, 4))
+    assert found.job.cpus_per_task == cores
+
+
 def test_batch_must_share_out_among_all_nodes():
     config = Config.model_validate({"run": "base", "train": {"batch_size": 8}})
     with pytest.raises(ConfigError, match="world of 6 ranks"):

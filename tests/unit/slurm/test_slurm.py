@@ -26,14 +26,16 @@ PENDING = RUNNING.replace("JobState=RUNNING", "JobState=PENDING").replace(
 
 def test_a_running_job_is_read():
     job = slurm.parse_job(RUNNING)
-    assert (job.tasks, job.gpus_per_node) == (3, 0)
+    assert (job.tasks, job.gpus_per_node, job.num_cpus) == (3, 0, 6)
+    of_one_thread = RUNNING.replace("T=0:0:*:*", "T=0:0:*:1")
+    assert slurm.parse_job(of_one_thread).num_cpus == 0  # srun gives fewer to tasks then
     assert (job.id, job.state, job.restarts, job.cpus_per_task) == ("8", "RUNNING", 2, 2)
     assert job.nodes == ("node01", "node02", "node07")
     assert job.is_living and job.batch and not job.is_waiting
 
 
 def test_a_waiting_job_has_no_nodes():
-    job = slurm.parse_job(PENDING)
+    job = slurm.parse_job(PENDING.replace("NumCPUs=6", "NumCPUs=6-12"))
     assert job.nodes == () and job.is_waiting and not job.is_living
 
 
