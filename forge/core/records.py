@@ -345,6 +345,13 @@ class Trained(Record):
     parent: dict[str, Any] | None = None
     """Run, step and digest of the checkpoint that the run started from."""
 
+    @classmethod
+    def read_from(cls, path: Path, step: int) -> Trained | None:
+        """Read the record of a goal from this step on; None without one: that of an earlier goal says
+        nothing of a checkpoint on the way to a later one."""
+        goal = cls.read_if_there(path)
+        return goal if goal and goal.step >= step else None
+
 
 class Exported(Record):
     """exported.json: the last export of a run's newest checkpoint to its default directory."""

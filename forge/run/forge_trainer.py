@@ -78,7 +78,7 @@ class ForgeRun:
         checkpoint = resume.required(self.paths)
         # An edited config says nothing of the checkpoint.
         compatibility.check_compatible(self.config, checkpoint)
-        goal = Trained.read_if_there(self.paths.trained)
+        goal = Trained.read_from(self.paths.trained, checkpoint.step)
         return checkpoint.folder, self._checks_of(checkpoint, goal, self.paths)
 
     def _checks_of(

@@ -72,7 +72,7 @@ class OtherProgram:
                 f"{self.paths.root} has no sealed checkpoint",
                 fix="train the run first: the target train",
             )
-        goal = Trained.read_if_there(self.paths.trained)
+        goal = Trained.read_from(self.paths.trained, latest.step if latest else 0)
         place = latest.folder if latest else self.paths.root
         return place, ProgramChecks(self.config, self.program, latest, goal)
 

@@ -124,6 +124,18 @@ def test_corrupt_checkpoint_is_invalid_with_its_reason(uninterrupted, tmp_path, 
     assert not run.paths.validated.exists()
 
 
+def test_a_checkpoint_on_the_way_to_a_later_goal_is_valid_beside_the_record_of_the_earlier_one(
+    solo, tmp_path
+):
+    run = solo.copy(tmp_path / "further")
+    earlier = run.paths.trained.read_bytes()
+    assert run.forge("train", "--train.max_steps=13").code == 0
+    run.paths.trained.write_bytes(earlier)  # as where training stops before its goal
+    outcome = run.forge("validate", "--train.max_steps=20")
+    assert outcome.code == 0, outcome.text
+    assert read_json(run.paths.validated)["step"] == 13
+
+
 def test_weights_of_another_step_are_found_without_the_goal(uninterrupted, tmp_path):
     """A lone checkpoint has no trained.json beside it: the recorded losses tell."""
     run = uninterrupted.copy(tmp_path / "mixed")

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 import warnings
+from contextlib import nullcontext
 
 import psutil
 import pytest
@@ -185,6 +186,19 @@ def test_check_that_hangs_is_killed_with_all_that_it_has_started(config, tmp_pat
     assert check.status == "fail" and "was killed after 1 s: begun" in check.message
     assert "program.validate_timeout_sec" in check.fix
     wait_until_gone(int(pid.read_text()))
+
+
+@pytest.mark.parametrize(("done", "is_valid"), [(3, True), (5, True), (7, False)])
+def test_a_record_of_an_earlier_goal_says_nothing_of_a_later_checkpoint(
+    config, folder, done, is_valid
+):
+    (folder / "model.pt").write_bytes(b"weights")
+    record = {"goal_step": done, "step": done, "checkpoint": "", "weights_digest": ""}
+    Trained(run="p", config_digest="", **record).write(RunPaths.of(config).trained)
+    with (
+        nullcontext() if is_valid else pytest.raises(DataError, match=r"trained\.json says step 7")
+    ):
+        messages(config)
 
 
 def test_model_that_the_own_check_refuses_is_invalid_also_without_checkpoints(tmp_path):
