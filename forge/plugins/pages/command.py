@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import TYPE_CHECKING
 
 from forge.attestation.verify import path_option
 from forge.commands.of_options import config_of
 from forge.commands.subcommands import RUNS, Subcommands
 from forge.core.terminal import say
+
+if TYPE_CHECKING:
+    from forge.core.paths import RunPaths
 
 
 def add_report(subcommands: Subcommands) -> None:
@@ -35,10 +39,26 @@ def _report(options: argparse.Namespace) -> None:
 
     with fast_imports():
         from forge.plugins.pages.report import write_report
-        from forge.reporting.trusted import directory_of
 
-    path = write_report(directory_of(options.config) or RunPaths.of(config_of(options)))
+    path = write_report(_named_run(options.config) or RunPaths.of(config_of(options)))
     say(f"report: {path}")
+
+
+def _named_run(named: str) -> RunPaths | None:
+    """The run of a directory, or of a checkpoint, in which no page is written; None for a config of the
+    user's own. Raises ConfigError for a checkpoint that is in no run."""
+    from forge.checkpoint.resume import is_checkpoint
+    from forge.core.errors import ConfigError
+    from forge.reporting.trusted import directory_of, run_of
+
+    place = directory_of(named)
+    run = run_of(place) if place else None
+    if run and is_checkpoint(run.root):
+        raise ConfigError(
+            f"{run.root} is a checkpoint outside of a run's directory, of which there is no report",
+            fix="name a run's directory such as results/base",
+        )
+    return run
 
 
 def _compare(options: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -15,7 +16,9 @@ from support import happenings
 from support.manifests import IDS
 from support.recorded_run import RecordedRun, interrupted_run
 
+from forge import cli
 from forge.core import hooks
+from forge.core.errors import Exit
 from forge.core.files import read_json, write_json
 from forge.core.paths import STATISTICS, tokens_folder
 from forge.core.records import Check
@@ -53,6 +56,25 @@ class Page(HTMLParser):
 @pytest.fixture
 def finished(tmp_path: Path) -> RecordedRun:
     return interrupted_run(tmp_path / "base")
+
+
+# --- which run -----------------------------------------------------------------------------------
+
+
+def test_report_of_a_checkpoint_is_that_of_its_run_and_nothing_is_written_into_it(
+    finished: RecordedRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = finished.paths.latest.resolve()
+    before = sorted(checkpoint.iterdir())
+    assert cli.main(["report", str(checkpoint)]) == 0
+    assert sorted(checkpoint.iterdir()) == before
+    assert finished.paths.report.exists()
+
+    alone = tmp_path / "copied" / checkpoint.name
+    shutil.copytree(checkpoint, alone)
+    assert cli.main(["report", str(alone)]) == Exit.CONFIG
+    assert f"{alone} is a checkpoint outside of a run's directory" in capfd.readouterr().err
+    assert len([*alone.iterdir()]) == len(before)
 
 
 # --- the page -----------------------------------------------------------------------------------
