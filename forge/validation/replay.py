@@ -157,22 +157,24 @@ def _train_on(
     next_windows: bool = False,
 ) -> RankRecord:
     """Load in fresh ranks on this host and train up to `step`; the record of the ranks."""
+    manifest = checkpoint.manifest
     task = ReplayTask(
         checkpoint=str(checkpoint.folder.resolve()),
         shards=shards_folder(config),
-        threads=checkpoint.manifest.lineage.numerics.cpu_threads,
+        threads=manifest.lineage.numerics.cpu_threads,
         next_windows=next_windows,
     )
     overrides = {
         "train.max_steps": step,
-        "train.decay_steps": checkpoint.manifest.decay_steps,
-        "train.precision": checkpoint.manifest.lineage.numerics.precision,
+        "train.decay_steps": manifest.decay_steps,
+        "train.precision": manifest.lineage.numerics.precision,
         # Compiling takes longer than the rest; the tolerance covers the difference.
         "train.compile": False,
         # Steps that training skipped are skipped here too, whatever the config said first.
         "train.on_nonfinite": "skip",
         "train.spike": config.train.spike and "skip",
-        "train.max_skipped_steps": MOST_STEPS,
+        # Counted on from the checkpoint, which may be amid a series of them.
+        "train.max_skipped_steps": manifest.skipped.in_a_row + step - checkpoint.step + 1,
     }
     return run_here(task, config, checkpoint, num_ranks, device, overrides=overrides)
 

@@ -8,7 +8,7 @@ from support import happenings
 from support.manifests import IDS, NUMERICS, lineage_of, manifest_of
 
 from forge.checkpoint.directory import Checkpoint
-from forge.checkpoint.manifest import Hardware, StoredFile, Versions
+from forge.checkpoint.manifest import Hardware, SkippedSteps, StoredFile, Versions
 from forge.core import events
 from forge.core.config import ResolvedConfig, checked, load_config
 from forge.core.paths import RunPaths
@@ -18,6 +18,7 @@ from forge.data.content_ids import resolve
 from forge.hosts.network import available_cores
 from forge.launch.rank_records import RankRecord, ReplayResult
 from forge.trainer import metrics
+from forge.trainer.divergence import SkippedCounts
 from forge.validation import replay
 from forge.validation.replay import Recorded, _compare, check_next_losses, recorded_losses
 
@@ -165,6 +166,27 @@ def test_steps_of_cpus_are_repeated_on_cpus_however_long_they_take(run, monkeypa
     by_cpus = {**TRAINED, "made_by": {}}
     check, devices = replayed(run, monkeypatch, num_gpus=8, trained=by_cpus)
     assert (check.status, devices) == ("ok", [(2, "cpu")])
+
+
+# --- skipped steps --------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_amid_a_series_of_skipped_steps_is_repeated_beyond_the_limit(run, monkeypatch):
+    limits = []
+
+    def run_here(*_, overrides, **__):
+        limits.append(overrides["train.max_skipped_steps"])
+        losses = list(loss("a", 11, 12).values())
+        return RankRecord("completed", result=ReplayResult(losses, True, NUMERICS.to_json()))
+
+    monkeypatch.setattr(replay, "run_here", run_here)
+    log(run, "a", range(1, 20))
+    made = checkpoint(skipped=SkippedSteps(steps=9, in_a_row=9))
+    config = checked(ResolvedConfig, made.manifest.lineage.config.to_json(), "the test")
+    assert check_next_losses(config, made, run).status == "ok"
+    counts, settings = SkippedCounts.of(made.manifest), Train(on_nonfinite="skip")
+    settings = settings.model_copy(update={"max_skipped_steps": limits[0]})
+    assert [counts.count("not finite", settings) for _ in range(2)] == ["", ""]
 
 
 # --- tolerance ------------------------------------------------------------------------------------
