@@ -191,17 +191,21 @@ class Recorded:
 
 
 def recorded_losses(paths: RunPaths, checkpoint: directory.Checkpoint) -> Recorded | None:
-    """Losses that one launch with the checkpoint's world size logged after it, None if there are none.
+    """Losses that one launch with the checkpoint's world size and precision logged after it, None if
+    there are none.
 
     They end with the first that depends on the optimizer state (two steps after the checkpoint), and
     at most MOST_STEPS after it.
     """
     lines = [line for line in metrics.read(paths.metrics) if isinstance(line, metrics.TrainLine)]
     world_size = checkpoint.manifest.world_size
+    # Without train.precision a launch on CPUs has another one than on GPUs.
+    precision = checkpoint.manifest.lineage.numerics.precision
     launches = {
         event.launch
         for event in events.read(paths.events)
         if isinstance(event, events.Init) and event.world_size == world_size
+        if event.numerics.get("precision", precision) == precision
     }
     # Recomputed steps are logged again. Lines before the last one up to the checkpoint's step are from
     # an earlier launch.

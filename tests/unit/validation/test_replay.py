@@ -46,9 +46,11 @@ def line(launch, step, loss):
     return metrics.TrainLine(launch=launch, step=step, loss=loss, **facts)
 
 
-def log(run, launch, steps, world_size=2):
+def log(run, launch, steps, world_size=2, precision="fp32"):
     """Log steps as a launch of so many ranks does; each loss is different."""
-    events.record(run.events, happenings.init(launch=launch, world_size=world_size))
+    numerics = {"device": "cpu", "precision": precision}
+    init = happenings.init(launch=launch, world_size=world_size, numerics=numerics)
+    events.record(run.events, init)
     for step in steps:
         metrics.write(run.metrics, line(launch, step, step + ord(launch) / 1000))
 
@@ -82,6 +84,12 @@ def test_no_loss_was_recorded_soon_after_the_checkpoint(run, steps):
 def test_a_launch_of_another_world_size_does_not_count(run):
     log(run, "a", range(1, 11))
     log(run, "b", range(11, 15), world_size=1)
+    assert recorded_losses(run, checkpoint()) is None
+
+
+def test_a_launch_of_another_precision_does_not_count(run):
+    log(run, "a", range(1, 11))
+    log(run, "b", range(11, 15), precision="bf16")  # on GPUs, without train.precision
     assert recorded_losses(run, checkpoint()) is None
 
 
