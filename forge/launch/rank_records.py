@@ -224,12 +224,14 @@ class ProbeResult:
 class ReplayResult:
     """Result of the replay check. losses: of the steps after the checkpoint, None for one that is not
     finite. finite: the state after them. numerics: as a checkpoint's lineage has them. windows: losses
-    of the windows of the next step, in the order of its batch, by the weights after these steps."""
+    of the windows of the next step, in the order of its batch, by the weights after these steps.
+    skipped: the steps whose update was skipped."""
 
     losses: list[float | None]
     finite: bool
     numerics: dict[str, Any]
     windows: list[float | None] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
     kind: Literal["replay"] = "replay"
 
 

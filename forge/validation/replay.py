@@ -184,10 +184,12 @@ def _train_on(
 
 @dataclass(frozen=True)
 class Recorded:
-    """Losses by step that one launch logged after a checkpoint; by_maker: the launch that saved it."""
+    """Losses by step that one launch logged after a checkpoint; by_maker: the launch that saved it.
+    skipped: the steps whose update it skipped."""
 
     losses: dict[int, float]
     by_maker: bool
+    skipped: frozenset[int] = frozenset()
 
 
 def recorded_losses(paths: RunPaths, checkpoint: directory.Checkpoint) -> Recorded | None:
@@ -201,9 +203,10 @@ def recorded_losses(paths: RunPaths, checkpoint: directory.Checkpoint) -> Record
     world_size = checkpoint.manifest.world_size
     # Without train.precision a launch on CPUs has another one than on GPUs.
     precision = checkpoint.manifest.lineage.numerics.precision
+    log = events.read(paths.events)
     launches = {
         event.launch
-        for event in events.read(paths.events)
+        for event in log
         if isinstance(event, events.Init) and event.world_size == world_size
         if event.numerics.get("precision", precision) == precision
     }
@@ -222,7 +225,18 @@ def recorded_losses(paths: RunPaths, checkpoint: directory.Checkpoint) -> Record
     by_step = after[launch]
     last = min((step for step in by_step if step >= checkpoint.step + 2), default=max(by_step))
     losses = {step: loss for step, loss in by_step.items() if step <= last}
-    return Recorded(losses, launch == maker)
+    return Recorded(losses, launch == maker, _skipped_by(launch, log))
+
+
+def _skipped_by(launch: str, log: list[events.Event]) -> frozenset[int]:
+    """The steps whose update a launch skipped."""
+    skipped, now = set(), ""
+    for event in log:
+        if isinstance(event, events.Init):
+            now = event.launch
+        elif isinstance(event, events.Skipped) and now == launch:
+            skipped.add(event.step)
+    return frozenset(skipped)
 
 
 def check_next_losses(
@@ -320,8 +334,13 @@ def _compare(checkpoint: directory.Checkpoint, recorded: Recorded, result: Repla
         return _not_done(OTHER_DROPOUT)
     precision = "fp8" if lineage.config.train.fp8 else lineage.numerics.precision
     tolerance, bound = tolerance_for(precision, exact)
+    # Up to the first step that one of both skipped the losses are of the same weights.
+    skipped, last = recorded.skipped.symmetric_difference(result.skipped), max(recorded.losses)
+    apart_from = min((step for step in skipped if checkpoint.step < step < last), default=last)
     equal: list[str] = []
     for step, then_loss in sorted(recorded.losses.items()):
+        if step > apart_from:
+            break
         loss = result.losses[step - checkpoint.step - 1]
         apart = math.inf if loss is None else abs(loss - then_loss)
         if not apart <= tolerance:  # also false for NaN
@@ -335,4 +354,12 @@ def _compare(checkpoint: directory.Checkpoint, recorded: Recorded, result: Repla
     if not result.finite:
         message = "weights or optimizer state are not finite after the next update"
         return Check("next loss", "fail", message)
+    if apart_from < last:
+        where = "in training and not here"
+        if apart_from in result.skipped:
+            where = "here and not in training"
+        return _not_done(
+            f"the update of step {apart_from} was skipped {where}: train.spike,"
+            " train.spike_factor or train.spike_window was changed"
+        )
     return Check("next loss", "ok", f"replayed: {', '.join(equal)}")

@@ -59,7 +59,7 @@ def _train(
     prepare(world.device, deterministic=config.train.deterministic)
     then = checkpoint.manifest.lineage.numerics
     start = start_of_checkpoint(config, world, tokens, checkpoint)
-    losses = _losses(config, start)
+    losses, skipped = _losses(config, start)
     state = storage.training_state(start.model, start.optimizers)
     finite = world.gather([float(storage.is_finite(state))], "check of numbers")
     return ReplayResult(
@@ -67,6 +67,7 @@ def _train(
         finite=all(row[0] for row in finite),
         numerics=numerics(world.device, then.precision),
         windows=_window_losses(world, config.train.max_steps, start) if windows else [],
+        skipped=skipped,
     )
 
 
@@ -85,14 +86,16 @@ def _window_losses(world: World, step: int, start: Start) -> list[float | None]:
     return [loss if math.isfinite(loss) else None for rank in table for loss in rank]
 
 
-def _losses(config: ResolvedConfig, start: Start) -> list[float | None]:
-    """Losses, averaged over ranks, of the steps from a start up to train.max_steps; None where a loss is
-    not finite. TrainingError where the config does not allow skipping the update."""
-    losses, skipped = [], start.skipped()
+def _losses(config: ResolvedConfig, start: Start) -> tuple[list[float | None], list[int]]:
+    """Losses, averaged over ranks, of the steps from a start up to train.max_steps, None where a loss is
+    not finite; and the skipped steps. TrainingError where the config does not allow skipping one."""
+    losses: list[float | None] = []
+    steps, skipped = list[int](), start.skipped()
     for step in range(start.step, config.train.max_steps):
         result = start.train_step(step).read()
         if fatal := skipped.count(result.trouble, config.train, is_spike=result.is_spike):
             ended = ended_by_spike if result.is_spike else diverged
             raise ended(config, fatal, step=step + 1, lr=result.lr, saved_step=0)
         losses.append(result.loss if math.isfinite(result.loss) else None)
-    return losses
+        steps += [step + 1] if result.trouble else []
+    return losses, steps

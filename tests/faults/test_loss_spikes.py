@@ -125,6 +125,17 @@ def test_run_that_a_spike_stopped_is_refused_until_it_may_skip(make, uninterrupt
     assert run.story() == uninterrupted.story()
 
 
+def test_checkpoint_is_valid_after_a_launch_that_no_more_skips_its_spikes(make, tmp_path):
+    run = make("accepting", 2)
+    assert run.train(more=(STOP,)).code == Exit.FAILED
+    ended = run.train(more=(STOP, "--train.spike_factor=1000"))
+    assert ended.code == Exit.DONE, ended.text
+    before = checkpoint(run, SPIKES[0] - 1)
+    ended = forked.start(["validate", str(before), run.data], tmp_path / "validate.out").end()
+    assert ended.code == Exit.DONE, ended.text
+    assert f"not done: the update of step {SPIKES[0]} was skipped here and not" in ended.text
+
+
 def test_resume_on_another_number_of_ranks_skips_the_same_steps(make, uninterrupted, tmp_path):
     run = make("fewer", 2, SKIP)
     ended = run.train(more=("--train.max_steps=18",))

@@ -197,6 +197,28 @@ def test_a_checkpoint_amid_a_series_of_skipped_steps_is_repeated_beyond_the_limi
     assert [counts.count("not finite", settings) for _ in range(2)] == ["", ""]
 
 
+def test_losses_after_a_step_that_only_one_of_both_skipped_are_not_compared(run):
+    """train.spike or its factor was changed between the checkpoint and the launch."""
+    log(run, "a", range(1, 11))
+    log(run, "b", range(11, 13))
+    events.record(run.events, events.Skipped(step=11, in_a_row=1, reason="a spike"))
+    recorded = recorded_losses(run, checkpoint())
+    assert recorded.skipped == {11}
+    first, second = recorded.losses.values()
+
+    def check(losses, skipped):
+        result = ReplayResult(losses, True, NUMERICS.to_json(), skipped=skipped)
+        return _compare(checkpoint(), recorded, result)
+
+    assert check([first, second], [11]).status == "ok"
+    assert check([first, second + 1], [11]).status == "fail"
+    other = check([first, second + 1], [])
+    assert (
+        other.status == "warn" and "step 11 was skipped in training and not here" in other.message
+    )
+    assert check([first + 1, second + 1], []).status == "fail"
+
+
 # --- tolerance ------------------------------------------------------------------------------------
 
 TWO = Recorded({11: 3.0, 12: 2.9}, by_maker=True)
