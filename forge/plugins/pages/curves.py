@@ -117,11 +117,14 @@ def device_hours(launches: Iterable[LaunchHistory]) -> dict[str, float]:
     """Hours that GPUs, and cores of CPUs, have spent in launches, from their start to their end; of a
     program, which does not tell what it uses, ranks. Keys: gpu_hours, core_hours, rank_hours."""
     hours: dict[str, float] = defaultdict(float)
-    for launch in launches:
-        start, init = launch.begun, launch.first(events.Init)
+    inits = [(launch, launch.first(events.Init)) for launch in launches]
+    # Of a launch that ended before its ranks were ready: those of another launch.
+    usual: dict[str, Any] = next((init.numerics for _, init in inits if init), {})
+    for launch, init in inits:
+        start = launch.begun
         if start is None:
             continue
-        numerics = init.numerics if init else {}
+        numerics = init.numerics if init else usual
         name = {"cuda": "gpu_hours", "cpu": "core_hours"}.get(
             numerics.get("device", ""), "rank_hours"
         )

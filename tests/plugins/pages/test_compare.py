@@ -85,6 +85,16 @@ def test_gpu_hours_count_every_rank_of_every_launch(tmp_path):
     assert device_hours(read_history(run.paths).launches) == {"gpu_hours": pytest.approx(8 * 1.5)}
 
 
+def test_gpu_hours_count_a_launch_that_ended_before_its_ranks_were_ready(tmp_path):
+    run = RecordedRun(tmp_path / "early")
+    run.event(happenings.launch(0, launch="launch-1", world_size=8))
+    run.event(happenings.lost(), after=1800.0)
+    run.event(happenings.launch(0, launch="launch-2", world_size=8), after=500.0)
+    run.event(happenings.init(0, launch="launch-2", seconds=10.0, numerics={"device": "cuda"}))
+    run.event(happenings.stop(), after=3590.0)
+    assert device_hours(read_history(run.paths).launches) == {"gpu_hours": pytest.approx(8 * 1.5)}
+
+
 def test_cores_of_cpus_count_by_their_threads_and_programs_by_ranks(tmp_path):
     run = RecordedRun(tmp_path / "cpu")
     run.event(happenings.launch(0, launch="launch-1", world_size=2))
