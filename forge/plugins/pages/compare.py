@@ -14,11 +14,10 @@ from forge.plugins.pages.comparison import (
     FACTS,
     Comparison,
     comparison,
-    notes_on_scores,
     to_json,
 )
 from forge.plugins.pages.run_tree import TreeRun, families
-from forge.plugins.pages.sweep import SweepSetting, print_sweep, sweep_of
+from forge.plugins.pages.sweep import SweepSetting, notes_on, print_sweep, sweep_of
 from forge.reporting.run_state import COLORS
 
 # Runs that can be read side by side at 80 columns.
@@ -44,7 +43,7 @@ def compare(runs: Sequence[RunPaths], *, as_json: bool = False, page: Path | Non
         print_sweep(sweep_of(compared))
     elif not page:
         _table(compared).print()
-        for note in notes_on_scores(compared.runs):
+        for note in notes_on(compared.runs, compared.keys):
             print_plain(f"note: {note}")
 
 
@@ -67,7 +66,7 @@ def _write_page(path: Path, compared: Comparison, family: list[TreeRun]) -> None
         name, context = "sweep.html.j2", {"sweep": sweep, "charts": sweep_charts(sweep)}
     else:
         alone = [SweepSetting(run.name, [run]) for run in sweep.runs]
-        notes, charts = notes_on_scores(compared.runs), curves_of(alone)
+        notes, charts = notes_on(compared.runs, compared.keys), curves_of(alone)
         name = "compare.html.j2"
         context = {"compared": compared, "charts": charts, "notes": notes}
     template = environment().get_template(name)

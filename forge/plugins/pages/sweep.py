@@ -24,9 +24,9 @@ from forge.reporting.run_state import COLORS
 SEED = "train.seed"
 LOSS, BITS = FACTS["validation_loss"].label, FACTS["bits_per_byte"].label
 # Digests of tokenizer and tokens, which follow from keys and files; a note is in place of their columns.
-IDS = "ids."
-# Sections of a config that make the tokens, by which a loss per token is measured.
-OF_TOKENS = ("tokenizer.", "tokenize.", IDS)
+IDS = ("ids.tokenizer", "ids.tokens", "ids.sources", "ids.inputs")
+# Keys of a config that make the tokens, by which a loss per token is measured.
+OF_TOKENS = ("tokenizer.", "tokenize.", *IDS)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def sweep_of(compared: Comparison) -> Sweep:
         _means(settings, key_columns, runs) if len(settings) < len(runs) else [],
         [column for column in columns if column not in equal],
         [(column.label, column.texts[0]) for column in equal if column.texts[0] != NONE],
-        [*_notes(runs, keys), *notes_on_scores(runs)],
+        notes_on(runs, keys),
     )
 
 
@@ -241,9 +241,9 @@ def _between(steps: set[Any]) -> str:
     return f"{known[0]:,}" if len(known) == 1 else f"{known[0]:,}–{known[-1]:,}"
 
 
-def _notes(runs: Sequence[ComparedRun], keys: Sequence[ComparedRow]) -> list[str]:
-    """Warnings about losses that do not compare."""
-    return [*_of_tokens(runs, keys), *_of_measuring(keys)]
+def notes_on(runs: Sequence[ComparedRun], keys: Sequence[ComparedRow]) -> list[str]:
+    """Warnings about losses and scores that do not compare. keys: in which the runs differ."""
+    return [*_of_tokens(runs, keys), *_of_measuring(keys), *notes_on_scores(runs)]
 
 
 def _of_measuring(keys: Sequence[ComparedRow]) -> list[str]:

@@ -102,6 +102,24 @@ def test_changed_corpus_is_another_setting_and_is_told(tmp_path):
     assert "ids.tokens" not in texts(sweep.columns)
 
 
+def test_other_weights_to_start_from_are_not_taken_for_other_tokens(tmp_path):
+    other = IDS.model_copy(update={"model": "e" * 12, "plugins": {"own.py": "f" * 64}})
+    runs = [train(tmp_path / f"a{n}", 3.0, train={"seed": n}).paths for n in range(3)]
+    runs += [train(tmp_path / f"b{n}", 2.0, ids=other, train={"seed": n}).paths for n in range(3)]
+    sweep = swept(runs)
+    assert sweep.notes == []
+    assert texts(sweep.columns)["ids.model"] == ["e" * 12] * 3 + ["–"] * 3
+
+
+def test_a_few_runs_side_by_side_have_the_notes_of_many(tmp_path, capsys):
+    changed = IDS.model_copy(update={"tokens": "e" * 12})
+    runs = [train(tmp_path / "a", 3.0).paths, train(tmp_path / "b", 2.0, ids=changed).paths]
+    compare(runs)
+    assert "note: these runs do not all have the same tokens" in capsys.readouterr().out
+    compare(runs, page=(page := tmp_path / "compare.html"))
+    assert "Note: these runs do not all have the same tokens" in page.read_text()
+
+
 def test_mean_over_scores_of_other_questions_is_told(runs):
     for paths in runs:
         digest = "b" if paths.root.name == "rate1-s1" else "a"
