@@ -40,7 +40,7 @@ class Curves(History):
 
     train: step, loss, grad_norm, lr, tokens_per_sec, mfu, tokens, time, launch.
     evals: step, loss, bpb, bpb_estimated, time, launch. source_evals: the same of each source, without
-    bpb; {} without sources.
+    bpb; {} without a surviving loss of one.
     """
 
     train: pd.DataFrame
@@ -73,9 +73,10 @@ def _curves(log: list[Event], lines: Sequence[Line]) -> Curves:
         history.phases,
         train=_frame(lines, "train", TRAIN_COLUMNS, kept),
         evals=_frame(lines, "eval", EVAL_COLUMNS, kept),
-        source_evals={
-            name: _frame(its_lines, "eval", EVAL_COLUMNS, kept)
+        source_evals={  # without those of which each loss was lost work
+            name: frame
             for name, its_lines in sorted(_by_source(lines).items())
+            if len(frame := _frame(its_lines, "eval", EVAL_COLUMNS, kept))
         },
         restarts=_restarts(history.launches),
     )

@@ -325,3 +325,13 @@ def test_each_source_has_a_line_in_the_figure(tmp_path: Path) -> None:
         write(run.paths.metrics, EvalLine(**facts, sources={"code": code, "docs": 6.0}))
     (alt,) = [t for t in Page(render(run.paths)).values("aria-label") if "by source" in t]
     assert alt == "Validation loss by source: code from 8.00 to 4.00, docs from 6.00 to 6.00"
+
+
+def test_losses_of_sources_that_are_all_lost_work_are_left_out(tmp_path: Path) -> None:
+    """A run with a parent, killed after its first evaluation and before its first save."""
+    run = RecordedRun(tmp_path / "mix")
+    run.launch(10)
+    facts = {"time": run.time, "launch": run.id, "step": 15, "loss": 5.0}
+    write(run.paths.metrics, EvalLine(**facts, sources={"code": 4.0, "docs": 6.0}))
+    run.launch(10)
+    assert "by source" not in render(run.paths)
