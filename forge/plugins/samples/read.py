@@ -28,13 +28,15 @@ DOCUMENTS_AT_ONCE = 1000
 
 
 class TextPlace(NamedTuple):
-    """Tokens of a document that hold a text. character: of the document, at which the text begins."""
+    """Tokens of a document that hold a text. character: of the document, at which the text begins.
+    digest: of the input file that is asked for; "" for any."""
 
     source: str
     shards: ShardSet
     shard: Shard
     span: Span
     character: int
+    digest: str = ""
 
 
 class RunSamples:
@@ -172,12 +174,12 @@ class RunSamples:
             documents.take_file(digest, file)
         return self._found(
             [
-                TextPlace(source, shards, shard, span, 0)
+                TextPlace(source, shards, shard, span, 0, digest)
                 for source, shards in self.sources.items()
                 for part in self._documents[shards.folder].parts_of(digest)
                 for shard in self._documents[shards.folder].shards_of(part)
                 for span in self._documents[shards.folder].spans(shard, 0, shard.num_tokens)
-                if self._documents[shards.folder].origin(shard, span).digest == digest
+                if self._documents[shards.folder].origin(shard, span, digest).digest == digest
             ]
         )
 
@@ -209,7 +211,9 @@ class RunSamples:
         return [
             {
                 "source": place.source,
-                **self._documents[place.shards.folder].origin(place.shard, place.span).keys,
+                **self._documents[place.shards.folder]
+                .origin(place.shard, place.span, place.digest)
+                .keys,
                 "character": place.character,
                 "windows": own,
                 "steps": sorted(

@@ -94,18 +94,17 @@ class TokenDocuments:
                 yield Span(number, start, here, end + 1)
             number, start, here = number + 1, end + 1, end + 1
 
-    def origin(self, shard: Shard, span: Span) -> Origin:
+    def origin(self, shard: Shard, span: Span, digest: str = "") -> Origin:
         """Origin of a document: by its number in the shard, or, where documents are packed into windows
-        in another order, by its text."""
+        in another order, by its text. digest: of the file to prefer, where several have that text."""
         part = _part(shard)
         if not self._is_text or part >= len(self._parts):
             return Origin()
         if self.shards.masked:
-            text = self._text(shard, span.start)
+            same = self._of_text(part, *self._text(shard, span.start))
             of_part = ", ".join(entry.name for entry in self._parts[part])
-            return next(
-                (o for o in self.origins(part)[0] if o.text == text), Origin(one_of=of_part)
-            )
+            preferred = next((o for o in same if o.digest == digest), None)
+            return preferred or next(iter(same), Origin(one_of=of_part))
         # In the order of the manifest: by name, shard 1000 of a part would come before shard 200.
         before = takewhile(
             lambda entry: entry.file != shard.path.name, self.shards.manifest.splits["train"]
@@ -121,11 +120,23 @@ class TokenDocuments:
         more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
         return Origin(one_of=", ".join(names[:MOST_NAMED]) + more)
 
-    def _text(self, shard: Shard, start: int) -> str:
-        """The document that begins at this token of packed windows."""
-        ids = shard.ids(start, start + self._settings["seq_len"])
+    def _text(self, shard: Shard, start: int) -> tuple[str, bool]:
+        """The document that begins at this token of packed windows, and whether its end may be cut."""
+        seq_len = self._settings["seq_len"]
+        ids = shard.ids(start, start + seq_len)
         ends = np.flatnonzero(ids == self.shards.eos_id)
-        return self._decode(ids[: ends[0] if len(ends) else None].tolist())
+        is_full = len(ends) > 0 and ends[0] == seq_len - 1
+        may_be_cut = is_full and self._settings.get("too_long") == "cut"
+        return self._decode(ids[: ends[0] if len(ends) else None].tolist()), bool(may_be_cut)
+
+    def _of_text(self, part: int, text: str, may_be_cut: bool) -> list[Origin]:
+        """Documents of a part with this text; without any, where it may be cut, those that begin so."""
+        there = self.origins(part)[0]
+        whole = [o for o in there if o.text == text]
+        if whole or not may_be_cut:
+            return whole
+        begun = text.rstrip("\ufffd")  # a character of which not all bytes are within the window
+        return [o for o in there if o.text.startswith(begun)]
 
     def parts_of(self, digest: str) -> list[int]:
         """Numbers of the parts with input files of this digest."""

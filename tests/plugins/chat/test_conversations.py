@@ -15,14 +15,16 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from forge.core.config import Config
 from forge.core.errors import ConfigError, DataError, ForgeError
+from forge.core.files import digest_file
 from forge.core.paths import tokens_folder
 from forge.data import content_ids
 from forge.data.shards import ShardSet
-from forge.data.tokenize import tokenize
+from forge.data.tokenize import split_of, tokenize
 from forge.data.tokenizer import LoadedTokenizer, build_tokenizer, load_tokenizer
 from forge.data.windows import Windows
 from forge.plugins.chat.conversations import encoder
 from forge.plugins.chat.template import CHAT_TEMPLATE, END, START, Message, parse, render
+from forge.plugins.samples.token_documents import TokenDocuments
 
 EOS = "<|endoftext|>"
 TEXTS = [
@@ -262,6 +264,34 @@ def test_a_longer_conversation_is_cut_and_said_where_the_config_allows_it(
     said = capsys.readouterr().err
     assert "of 40 documents 2 cut after 64 tokens, 1 left out: no token is learned" in said
     assert sum(total.documents for total in shards.manifest.totals.values()) == 39
+
+
+def test_a_cut_conversation_has_its_line_and_one_in_two_files_is_of_both(tmp_path: Path) -> None:
+    lines = [*spelled(40)]
+    lines[9]["messages"][-1]["content"] = "🙂 so " * 200
+    files = [tmp_path / "chats.jsonl", tmp_path / "copy.jsonl"]
+    files[1].write_text("\n".join(json.dumps(lines[number]) for number in (9, 3)))
+    inputs = [str(file) for file in files]
+    shards = shards_of(tmp_path, lines, inputs=inputs, too_long="cut", val_fraction=0.05)
+    tokenizer = load_tokenizer(next((tmp_path / "data/tokenizers").iterdir()))
+    documents = TokenDocuments(shards, tokenizer.decode)
+
+    def found(file: Path) -> list[int | None]:
+        digest = digest_file(file)
+        origins = [
+            documents.origin(shard, span, digest)
+            for shard in shards.train
+            for span in documents.spans(shard, 0, shard.num_tokens)
+        ]
+        return sorted(origin.number for origin in origins if origin.digest == digest)
+
+    def split(number: int) -> str:
+        return split_of(render(messages_of(lines[number]["messages"])), 0.05)
+
+    kept = [n for n in range(40) if split(n) == "train"]
+    assert {3, 9} <= set(kept)
+    assert set(found(files[0])) == {number + 1 for number in kept}
+    assert found(files[1]) == [1, 1, 2, 2], "each twice in the tokens"
 
 
 WRONG = {
