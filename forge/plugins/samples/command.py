@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ def _samples(options: argparse.Namespace) -> None:
     if options.losses:
         for row, loss in zip(rows, samples.losses(options.step), strict=True):
             row["loss"] = loss
-        rows.sort(key=lambda row: -(row["loss"] or 0.0))
+        rows.sort(key=lambda row: -inf if row["loss"] is None else -row["loss"])
     if options.rank is not None:
         rows = _of_rank(rows, options.rank)
     print(json.dumps(rows, indent=2)) if options.json else _print_rows(rows, options)
@@ -135,11 +136,15 @@ def _origin(part: dict[str, Any]) -> str:
     return "ids of another program"
 
 
+def _number(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"
+
+
 def _print_rows(rows: list[dict[str, Any]], options: argparse.Namespace) -> None:
     for row in rows:
         rank = "" if row["rank"] is None else f", rank {row['rank']}"
         source = f", source {row['source']}" if row["source"] else ""
-        loss = f", loss {row['loss']:.4f}" if row.get("loss") is not None else ""
+        loss = f", loss {_number(row['loss'])}" if "loss" in row else ""
         print_plain(
             f"row {row['row']}{rank}: window {row['window']:,}, epoch {row['epoch']}{source}{loss}"
         )
