@@ -66,6 +66,11 @@ def own_tasks(project: Project) -> None:
     project.write_config(evaluate={"tasks": ["words"], "include_path": "tasks"})
 
 
+def a_trained_run(project: Project) -> None:
+    code, output = project.snakemake("train")
+    assert code == 0, output
+
+
 def a_tracker(project: Project) -> None:
     project.write_config(tracking={"tensorboard": True})
 
@@ -111,6 +116,7 @@ def own_tokenizer(project: Project) -> None:
 # What a reader of a page has before its first command.
 PREPARE = {
     "SECURITY.md": their_run,
+    "docs/plugins/attestation.md": a_trained_run,
     "docs/plugins/chat.md": conversations,
     "docs/plugins/evaluation.md": own_tasks,
     "docs/plugins/tracking.md": a_tracker,
