@@ -41,8 +41,10 @@ def hidden_project(
     subprocess.run(make, check=True)
     packages = Path(sysconfig.get_path("purelib"))
     own = project / ".venv" / packages.relative_to(sys.prefix)
-    # The pause is on the first node only: others do not see its directory.
-    (own / "packages.pth").write_text(f"{packages}\n{project / 'pause'}\n")
+    # The pause is on the first node only: others do not see its directory. Before the standard library,
+    # in which Debian has a sitecustomize of its own.
+    first = f"import sys; sys.path.insert(0, {str(project / 'pause')!r})"
+    (own / "packages.pth").write_text(f"{packages}\n{first}\n")
     (own / "__editable__.forge.pth").write_text(f"{project}\n")
     for host in nodes(3)[1:]:
         cluster.hide(host, project)

@@ -69,10 +69,24 @@ def _set_clock(node: str, ahead_sec: float) -> None:
         time.time = lambda: right() + ahead_sec
 
 
-def _hold(folder: Path) -> None:
+def _hold_commands(folder: Path) -> None:
     words = [Path(word).name for word in sys.orig_argv]
-    name = words[words.index("forge") + 1] if "forge" in words[:-1] else ""
-    if name and (folder / f"{name}-hold").exists():
+    if "forge" in words[:-1]:
+        _hold(folder, words[words.index("forge") + 1])
+    elif "forge.batch_step" in words:  # which runs the commands in forks
+        from forge import cli
+
+        main = cli.main
+
+        def held() -> int:
+            _hold(folder, sys.argv[1])
+            return main()
+
+        cli.main = held
+
+
+def _hold(folder: Path, name: str) -> None:
+    if (folder / f"{name}-hold").exists():
         (folder / f"{name}-waiting").touch()
         while not (folder / f"{name}-over").exists():
             time.sleep(0.02)
@@ -82,6 +96,6 @@ if "FORGE_TEST_CLOCK" in os.environ:
     _node, _ahead = os.environ["FORGE_TEST_CLOCK"].split("=")
     _set_clock(_node, float(_ahead))
 if "FORGE_TEST_HOLD" in os.environ:
-    _hold(Path(os.environ["FORGE_TEST_HOLD"]))
+    _hold_commands(Path(os.environ["FORGE_TEST_HOLD"]))
 if "FORGE_TEST_PAUSE" in os.environ:
     _arm()
