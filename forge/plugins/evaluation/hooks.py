@@ -39,9 +39,8 @@ def check_run(config: Config, where: str, trains: bool) -> None:
         from forge.plugins.evaluation.tasks import refuse_missing_package, task_files
 
         refuse_missing_package(config.of(Evaluate), where)
-        task_files(
-            config.of(Evaluate)
-        )  # refused here: of input functions, Snakemake shows a traceback
+        # A missing directory is refused here: errors of input functions Snakemake shows with a traceback.
+        task_files(config.of(Evaluate))
 
 
 @hook
